@@ -1,0 +1,185 @@
+"""What model code imports: parameter declarations and the annotations of the compiler.
+
+Each annotation is an identity (or a plain Python loop) on plain tensors. While ``ft.compile`` traces a function, an
+object with the methods of :class:`Annotator` is active, and the annotations are handed to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from functitan import tree
+from functitan.errors import ShardingError, TreeError
+
+#: A logical spec: one logical axis name, or None, per tensor dim.
+LogicalAxes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Param:
+    """The declaration of one parameter: global shape, logical axes, and how it is filled.
+
+    Weights are (in, out): ``x @ w``. Dims before the fan dims are batch dims (layers, experts): they count many
+    weights, not one larger one.
+
+    Attributes:
+        shape: the global shape.
+        axes: a logical axis name or None per dim.
+        fan_in: the dim, or dims, that an input vector runs along. None for norms and other vectors.
+        fan_out: the dim, or dims, of the output.
+        init: a function ``(key, shape, dtype) -> tensor``; see ``functitan.nn.init``. None is the default of
+            ``ft.init``: a truncated normal of standard deviation 0.02.
+        dtype: the dtype in storage.
+    """
+
+    shape: tuple[int, ...]
+    axes: LogicalAxes
+    fan_in: int | tuple[int, ...] | None = None
+    fan_out: int | tuple[int, ...] | None = None
+    init: Callable[..., torch.Tensor] | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.axes):
+            raise ShardingError(
+                f"Param has {len(self.shape)} dims {tuple(self.shape)} but {len(self.axes)} logical axes "
+                f"{tuple(self.axes)}; give one name, or None, per dim."
+            )
+
+
+class Annotator(Protocol):
+    """What the tracer provides while it traces; see ``functitan.compile.trace``."""
+
+    def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor: ...
+
+    def checkpoint_name(self, x: torch.Tensor, name: str) -> torch.Tensor: ...
+
+    def region(self, f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any: ...
+
+    def scan(
+        self, f: Callable[..., Any], init: Any, xs: Any, length: int, options: dict[str, Any]
+    ) -> tuple[Any, Any]: ...
+
+    def use_params(self, params: Any) -> Any: ...
+
+
+_active: contextvars.ContextVar[Annotator | None] = contextvars.ContextVar("annotator", default=None)
+
+
+def active() -> Annotator | None:
+    """The tracer that is at work, or None when plain PyTorch runs."""
+    return _active.get()
+
+
+@contextlib.contextmanager
+def activate(annotator: Annotator | None) -> Iterator[None]:
+    """Hand annotations to ``annotator`` inside the block (None: make them identities again)."""
+    token = _active.set(annotator)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def constrain(x: torch.Tensor, spec: Any, pending: str | tuple[str, ...] | None = None) -> torch.Tensor:
+    """State that from here on ``x`` has this spec; an identity on plain tensors.
+
+    Args:
+        x: a tensor of any shape and dtype.
+        spec: a tuple with one logical axis name or None per dim, or a PartitionSpec of mesh axes.
+        pending: mesh axes over which the value may stay a pending sum; otherwise it is settled here.
+
+    Returns:
+        A tensor of the same shape and dtype. Its gradient takes the operand's dual layout.
+
+    >>> constrain(torch.ones(2, 3), ("batch", "embed")).shape
+    torch.Size([2, 3])
+    """
+    annotator = _active.get()
+    return x if annotator is None else annotator.constrain(x, spec, pending)
+
+
+def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
+    """Name a value for the remat policy ``save_only_these_names``; an identity otherwise."""
+    annotator = _active.get()
+    return x if annotator is None else annotator.checkpoint_name(x, name)
+
+
+def region(
+    f: Callable[..., Any], *, name: str | None = None, remat: Any = None
+) -> Callable[..., Any]:
+    """Mark a function as a region: traced, lowered and compiled once per signature, called many times.
+
+    Args:
+        f: a pure function of tensors and pytrees of tensors. Tensors that it closes over become inputs.
+        name: shown in reports; by default the function's name.
+        remat: what the forward pass saves for backward, a policy of ``ft.remat_policies``.
+    """
+
+    def call(*args: Any) -> Any:
+        annotator = _active.get()
+        if annotator is None:
+            return f(*args)
+        return annotator.region(f, args, {"name": name or getattr(f, "__name__", "region"), "remat": remat})
+
+    return call
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any,
+    length: int | None = None,
+    *,
+    name: str | None = None,
+    remat: Any = None,
+) -> tuple[Any, Any]:
+    """Run ``f`` over the leading dim of ``xs``, carrying a state: JAX's ``lax.scan``.
+
+    Args:
+        f: ``(carry, x) -> (carry, y)``; the carry keeps its structure, shapes and dtypes. ``y`` may be None.
+        init: the first carry.
+        xs: a pytree whose leaves have one leading dim of equal size, or None with ``length``.
+        length: the number of steps, when ``xs`` has no leaves.
+        name, remat: as for :func:`region`; the body is one region.
+
+    Returns:
+        The last carry, and the ``y`` of all steps stacked on a new leading dim.
+
+    >>> scan(lambda c, x: (c + x, c * x), torch.tensor(0), torch.arange(4))
+    (tensor(6), tensor([0, 0, 2, 9]))
+    """
+    steps = _scan_length(xs, length)
+    annotator = _active.get()
+    if annotator is not None:
+        options = {"name": name or getattr(f, "__name__", "scan"), "remat": remat}
+        return annotator.scan(f, init, xs, steps, options)
+    carry, ys = init, []
+    for i in range(steps):
+        carry, y = f(carry, tree.map(lambda leaf: leaf[i], xs))  # noqa: B023 (called at once)
+        ys.append(y)
+    return carry, (tree.map(lambda *rows: torch.stack(rows), *ys) if ys else None)
+
+
+def _scan_length(xs: Any, length: int | None) -> int:
+    sizes = {path: leaf.shape[0] if leaf.ndim else None for path, leaf in tree.flatten_with_paths(xs)[0]}
+    found = set(sizes.values()) | ({length} if length is not None else set())
+    if len(found) != 1 or None in found:
+        rows = ", ".join(f"{p or 'xs'}: {n if n is not None else 'a scalar'}" for p, n in sizes.items())
+        raise TreeError(
+            f"scan needs one leading size, from length={length} and the leaves of xs; found {rows or 'no leaves'}. "
+            "Stack every leaf of xs on a leading dim of one size, or pass length= when xs has no leaves."
+        )
+    return int(found.pop())  # type: ignore[arg-type]
+
+
+def use_params(params: Any) -> Any:
+    """Mark parameters as used for compute: storage-sharded dims are gathered where a value is first read."""
+    annotator = _active.get()
+    return params if annotator is None else annotator.use_params(params)

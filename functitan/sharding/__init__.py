@@ -1,0 +1,9 @@
+"""Meshes, specs, rules, layouts and arrays."""
+
+from spmd_types import PartitionSpec
+
+from functitan.sharding.layout import Layout
+from functitan.sharding.logical import Rules
+from functitan.sharding.mesh import Mesh, abstract_mesh, make_mesh
+
+__all__ = ["Layout", "Mesh", "PartitionSpec", "Rules", "abstract_mesh", "make_mesh"]
