@@ -1,0 +1,21 @@
+"""Optimizers as pure transformations of gradients."""
+
+from functitan.optim.adamw import AdamWState, adamw
+from functitan.optim.clip import ClipState, SkipState, clip_by_global_norm, global_norm, skip_nonfinite
+from functitan.optim.schedule import warmup_stable_decay
+from functitan.optim.transform import GradientTransformation, Schedule, apply_updates, chain
+
+__all__ = [
+    "AdamWState",
+    "ClipState",
+    "GradientTransformation",
+    "Schedule",
+    "SkipState",
+    "adamw",
+    "apply_updates",
+    "chain",
+    "clip_by_global_norm",
+    "global_norm",
+    "skip_nonfinite",
+    "warmup_stable_decay",
+]

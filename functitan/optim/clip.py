@@ -1,0 +1,108 @@
+"""The global norm, clipping by it, and steps that are not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functitan import tree
+from functitan.optim.transform import GradientTransformation, PyTree
+
+
+def global_norm(values: PyTree) -> torch.Tensor:
+    """The Euclidean norm of all elements of all leaves.
+
+    Squares are summed in float64: a float32 square overflows from 1.8e19 on, and a finite gradient would then have an
+    infinite norm and be clipped to zero.
+
+    Returns:
+        0-d float32; infinite or NaN exactly when an element is, or when the norm exceeds the range of float32.
+
+    >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    tensor(5.)
+    """
+    sums = [leaf.to(torch.float64).square().sum() for leaf in tree.leaves(values)]
+    total = sums[0] if sums else torch.zeros((), dtype=torch.float64)
+    for term in sums[1:]:
+        total = total + term
+    return total.sqrt().to(torch.float32)
+
+
+def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """The 0-d factor that brings ``norm`` down to ``max_norm``; 1 where it is below."""
+    # The divisor is at least max_norm, so a norm of zero is no special case.
+    return max_norm / norm.clamp(min=max_norm)
+
+
+@tree.dataclass
+class ClipState:
+    """``norm``: the global norm before clipping, of the last update; 0-d float32."""
+
+    norm: torch.Tensor
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """Scale all gradients by one factor so that their global norm is at most ``max_norm`` (Pascanu et al. 2013).
+
+    A gradient that is not finite stays so; :func:`skip_nonfinite` deals with it.
+    """
+
+    def init(params: PyTree) -> ClipState:
+        return ClipState(_scalar(params, 0.0))
+
+    def update(grads: PyTree, state: ClipState, params: PyTree) -> tuple[PyTree, ClipState]:
+        norm = global_norm(grads)
+        scale = clip_scale(norm, max_norm)
+        return tree.map(lambda g: g * scale.to(g.dtype), grads), ClipState(norm)
+
+    return GradientTransformation(init, update)
+
+
+@tree.dataclass
+class SkipState:
+    """The state of :func:`skip_nonfinite`.
+
+    Attributes:
+        norm: the global gradient norm of the last step, before clipping; not finite when it was skipped.
+        skipped: how many steps were skipped, 0-d int64.
+        inner: the state of the inner transformation.
+    """
+
+    norm: torch.Tensor
+    skipped: torch.Tensor
+    inner: Any
+
+
+def skip_nonfinite(inner: GradientTransformation, max_norm: float | None = None) -> GradientTransformation:
+    """Leave parameters and state as they are in a step whose gradient norm is not finite, and count it.
+
+    The decision is a value of the global gradient, so it is the same everywhere. Clipping is done here too, because
+    it needs the same norm: one reduction serves both.
+
+    Args:
+        inner: the rule to guard; its state, the step count included, stays as it was in a skipped step.
+        max_norm: clip by this global norm first; None not to.
+    """
+
+    def init(params: PyTree) -> SkipState:
+        skipped = _scalar(params, 0.0).to(torch.int64)
+        return SkipState(_scalar(params, 0.0), skipped, inner.init(params))
+
+    def update(grads: PyTree, state: SkipState, params: PyTree) -> tuple[PyTree, SkipState]:
+        norm = global_norm(grads)
+        finite = torch.isfinite(norm)
+        if max_norm is not None:
+            scale = clip_scale(norm, max_norm)
+            grads = tree.map(lambda g: g * scale.to(g.dtype), grads)
+        updates, new = inner.update(grads, state.inner, params)
+        updates = tree.map(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
+        kept = tree.map(lambda n, o: torch.where(finite, n, o), new, state.inner)
+        return updates, SkipState(norm, state.skipped + (~finite).to(torch.int64), kept)
+
+    return GradientTransformation(init, update)
+
+
+def _scalar(params: PyTree, value: float) -> torch.Tensor:
+    leaves = tree.leaves(params)
+    return torch.full((), value, dtype=torch.float32, device=leaves[0].device if leaves else None)
