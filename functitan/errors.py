@@ -26,6 +26,10 @@ class TreeError(FunctitanError):
     """Two pytrees that should match and do not, or a leaf of a wrong kind."""
 
 
+class ArgumentError(FunctitanError, ValueError):
+    """An argument of a function that is of a wrong kind, shape or range."""
+
+
 class ConfigError(FunctitanError):
     """A recipe, override or command line that cannot be used."""
 
