@@ -13,11 +13,12 @@ from functitan.optim.transform import GradientTransformation, PyTree
 def global_norm(values: PyTree) -> torch.Tensor:
     """The Euclidean norm of all elements of all leaves.
 
-    Squares are summed in float64: a float32 square overflows from 1.8e19 on, and a finite gradient would then have an
-    infinite norm and be clipped to zero.
+    Squares are summed in float64: a float32 square overflows from 1.8e19 on, and a finite gradient would then
+    have an infinite norm and be clipped to zero.
 
     Returns:
-        0-d float32; infinite or NaN exactly when an element is, or when the norm exceeds the range of float32.
+        0-d float32; infinite or NaN exactly when an element is, or when the norm exceeds the range of
+        float32.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
     tensor(5.)
@@ -43,7 +44,8 @@ class ClipState:
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
-    """Scale all gradients by one factor so that their global norm is at most ``max_norm`` (Pascanu et al. 2013).
+    """Scale all gradients by one factor so that their global norm is at most ``max_norm`` (Pascanu et al.
+    2013).
 
     A gradient that is not finite stays so; :func:`skip_nonfinite` deals with it.
     """
@@ -77,8 +79,8 @@ class SkipState:
 def skip_nonfinite(inner: GradientTransformation, max_norm: float | None = None) -> GradientTransformation:
     """Leave parameters and state as they are in a step whose gradient norm is not finite, and count it.
 
-    The decision is a value of the global gradient, so it is the same everywhere. Clipping is done here too, because
-    it needs the same norm: one reduction serves both.
+    The decision is a value of the global gradient, so it is the same everywhere. Clipping is done here too,
+    because it needs the same norm: one reduction serves both.
 
     Args:
         inner: the rule to guard; its state, the step count included, stays as it was in a skipped step.

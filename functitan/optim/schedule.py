@@ -22,17 +22,20 @@ def warmup_stable_decay(
     decay: Decay = "linear",
     min_factor: float = 0.0,
 ) -> Schedule:
-    """Linear warmup to ``peak``, a plateau, and a decay to ``min_factor * peak`` (Hu et al. 2024, arXiv:2404.06395).
+    """Linear warmup to ``peak``, a plateau, and a decay to ``min_factor * peak`` (Hu et al. 2024,
+    arXiv:2404.06395).
 
     With progress p over the decay, the factor is ``min_factor + (1 - min_factor) f(p)``, where f is ``1 - p``
-    (linear), ``1 - sqrt(p)`` (sqrt) or ``(1 + cos(pi p)) / 2`` (cosine). The first step of the decay has p = 0 and
-    the step after the last would have p = 1: no step of the run is wasted on a rate of zero.
+    (linear), ``1 - sqrt(p)`` (sqrt) or ``(1 + cos(pi p)) / 2`` (cosine). The first step of the decay has p =
+    0 and the step after the last would have p = 1: no step of the run is wasted on a rate of zero.
 
     Args:
         peak: the rate of the plateau.
         steps: the length of the run.
-        warmup: steps of warmup, at most ``steps`` (more count as ``steps``); step i has factor (i + 1) / warmup.
-        decay_ratio: the share of ``steps`` that decays, at most what warmup leaves; None for all that it leaves.
+        warmup: steps of warmup, at most ``steps`` (more count as ``steps``); step i has factor (i + 1) /
+            warmup.
+        decay_ratio: the share of ``steps`` that decays, at most what warmup leaves; None for all that it
+            leaves.
         decay: the shape f.
         min_factor: the factor at the end.
 
@@ -78,5 +81,7 @@ def _check(steps: int, warmup: int, decay_ratio: float | None, decay: str, min_f
     if not 0 <= min_factor <= 1:
         problems.append(f"min_factor={min_factor}: it is a factor on the peak, from 0 to 1.")
     if decay not in get_args(Decay):
-        problems.append(f'decay="{decay}": there are {listed(get_args(Decay))}.{suggest(decay, get_args(Decay))}')
+        problems.append(
+            f'decay="{decay}": there are {listed(get_args(Decay))}.{suggest(decay, get_args(Decay))}'
+        )
     raise_batch(ConfigError, problems, "the learning-rate schedule")

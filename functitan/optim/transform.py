@@ -1,4 +1,4 @@
-"""Gradient transformations: an optimizer is a pair of pure functions, and optimizers are chained (as in Optax)."""
+"""Gradient transformations: an optimizer is a pair of pure functions, and optimizers chain (as in Optax)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class GradientTransformation:
 
     Attributes:
         init: ``params -> state``. The state has its final structure and shapes from the start.
-        update: ``(grads, state, params) -> (updates, state)``, with gradients and updates in the structure of the
-            parameters.
+        update: ``(grads, state, params) -> (updates, state)``, with gradients and updates in the structure of
+            the parameters.
     """
 
     init: Callable[[PyTree], PyTree]
@@ -30,11 +30,13 @@ class GradientTransformation:
 
 
 def chain(*transforms: GradientTransformation) -> GradientTransformation:
-    """Apply transformations in order, each to the updates of the one before; the state is the tuple of states.
+    """Apply transformations in order, each to the updates of the one before; the state is the tuple of
+    states.
 
     >>> double = GradientTransformation(lambda p: (), lambda g, s, p: (tree.map(lambda x: 2 * x, g), s))
     >>> both = chain(double, double)
-    >>> both.update({"w": torch.tensor(1.0)}, both.init({"w": torch.tensor(0.0)}), {"w": torch.tensor(0.0)})[0]
+    >>> params = {"w": torch.tensor(1.0)}
+    >>> both.update(params, both.init(params), params)[0]
     {'w': tensor(4.)}
     """
 
