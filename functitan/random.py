@@ -56,6 +56,8 @@ def key(seed: int, *, device: torch.device | str | None = None) -> torch.Tensor:
 def split(key: torch.Tensor, n: int = 2) -> torch.Tensor:
     """Independent keys from one; the parent must not be used again.
 
+    As in JAX, row ``i`` is ``fold_in(key, i)``: derive from one key by splitting or by folding, not by both.
+
     Args:
         key: int64 of shape (2,).
         n: how many.
