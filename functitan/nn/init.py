@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from functitan import random
+from functitan import random, tree
+from functitan.annotations import Param
+from functitan.errors import TreeError, raise_batch
 
 Initializer = Callable[[Any, tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -110,6 +112,40 @@ def depth_scaled(inner: Initializer) -> Initializer:
     instead of the depth (after Radford et al. 2019; per layer as in Zhang et al. 2019, arXiv:1908.11365).
     """
     return _DepthScaled(inner)
+
+
+def init_params(key: torch.Tensor, declared: Any) -> Any:
+    """Fill a tree of declarations, whole, on the device of the key.
+
+    Every parameter has a key of its own, folded from its path: adding or renaming one changes no other.
+
+    Args:
+        key: a key of :mod:`functitan.random`.
+        declared: a pytree of :class:`functitan.Param`.
+
+    Returns:
+        Tensors of the declared shapes and dtypes in the same structure.
+
+    Raises:
+        TreeError: leaves that are no Param, or initialisers that made another shape or dtype; all by path.
+    """
+    problems: list[str] = []
+
+    def fill(path: str, param: Any) -> Any:
+        if not isinstance(param, Param):
+            problems.append(f"{path or 'the tree'} is a {type(param).__name__}; declare it as a Param.")
+            return None
+        made = (param.init or truncated_normal())(random.fold_in(key, path), param.shape, param.dtype)
+        if tuple(made.shape) != tuple(param.shape) or made.dtype != param.dtype:
+            problems.append(
+                f"{path} is declared {tuple(param.shape)} {param.dtype}, and its init made "
+                f"{tuple(made.shape)} {made.dtype}; an init returns the shape and dtype that it is given."
+            )
+        return made
+
+    filled = tree.map_with_path(fill, declared)
+    raise_batch(TreeError, problems, "the parameters")
+    return filled
 
 
 def _truncated_std(cutoff: float) -> float:

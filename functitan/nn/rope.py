@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in real arithmetic.
 
-Two layouts pair the elements of a head: "interleaved" rotates neighbours (0, 1), (2, 3), ...; "half" rotates element
-i with element i + K/2, the layout of Hugging Face checkpoints. Weights move between them by a permutation.
+Two layouts pair the elements of a head: "interleaved" rotates neighbours (0, 1), (2, 3), ...; "half" rotates
+element i with element i + K/2, the layout of Hugging Face checkpoints. Weights move between them by a
+permutation.
 
 Legend: B batch, S sequence, H heads, K head dim, P = K/2 pairs.
 """

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from functitan import nn, random
+from functitan.annotations import Param
+from functitan.errors import TreeError
 from functitan.nn import init
 
 
@@ -88,3 +90,17 @@ def test_initialisers_have_their_standard_deviations():
     by_layer = draw(init.depth_scaled(init.truncated_normal(0.02))).std(dim=(1, 2))
     assert by_layer.tolist() == pytest.approx([0.02 / math.sqrt(2 * (i + 1)) for i in range(4)], rel=0.03)
     assert init.truncated_normal() == init.truncated_normal(0.02)
+
+
+def test_init_params_fills_by_path():
+    declared = {"a": Param((3, 4), ("embed", "mlp")), "b": {"c": Param((3, 4), ("embed", "mlp"))}}
+    params = init.init_params(random.key(0), declared)
+    assert not torch.equal(params["a"], params["b"]["c"])
+    alone = init.init_params(random.key(0), {"b": declared["b"]})
+    assert torch.equal(alone["b"]["c"], params["b"]["c"])
+
+
+def test_init_params_names_every_wrong_leaf():
+    bad = Param((2,), ("embed",), init=lambda key, shape, dtype: torch.zeros(3))
+    with pytest.raises(TreeError, match=r"2 problems(.|\n)*a is declared \(2,\)(.|\n)*b is a int"):
+        init.init_params(random.key(0), {"a": bad, "b": 3})
