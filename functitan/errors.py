@@ -30,6 +30,10 @@ class ArgumentError(FunctitanError, ValueError):
     """An argument of a function that is of a wrong kind, shape or range."""
 
 
+class GradientError(FunctitanError, ValueError):
+    """A function, or a value, that cannot be differentiated as was asked."""
+
+
 class ConfigError(FunctitanError):
     """A recipe, override or command line that cannot be used."""
 

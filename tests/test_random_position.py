@@ -1,8 +1,8 @@
 """Samples do not depend on where in a vectorised loop an element falls.
 
-A rank computes a slice of what one device computes whole. On CPU, kernels take another path for the last elements
-of a loop, and some give other bits there (sigmoid in float32 does). Every function behind a sample is therefore
-compared, bit for bit, with itself on slices of every length from 1 to 33 at every offset.
+A rank computes a slice of what one device computes whole. On CPU, kernels take another path for the last
+elements of a loop, and some give other bits there (sigmoid in float32 does). Every function behind a sample
+is therefore compared, bit for bit, with itself on slices of every length from 1 to 33 at every offset.
 """
 
 from __future__ import annotations
