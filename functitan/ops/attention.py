@@ -17,9 +17,10 @@ from typing import Any, Literal, overload
 
 import torch
 
+from functitan.errors import ArgumentError, GradientError
 from functitan.ops import attention_cpu, attention_cuda, attention_math
 from functitan.ops.attention_mask import Mask
-from functitan.ops.check import OperandError, refuse_second_derivative, require_integer, shaped
+from functitan.ops.check import refuse_second_derivative, require_integer, shaped
 
 #: What ``backend=`` takes: "auto" is "sdpa" where the fused kernel of the device can do it, and "math"
 #: elsewhere.
@@ -83,9 +84,9 @@ def attention(
         for float64 operands).
 
     Raises:
-        OperandError: shapes or dtypes that do not fit, an unknown backend, or one that cannot do what is
+        ArgumentError: shapes or dtypes that do not fit, an unknown backend, or one that cannot do what is
             asked.
-        FunctitanError: a gradient of ``bias``, or a second derivative.
+        GradientError: a gradient of ``bias``, or a second derivative.
 
     >>> q, k, v = (torch.ones(1, heads, 3, 4) for heads in (4, 2, 2))
     >>> attention(q, k, v, causal=True).shape
@@ -121,26 +122,26 @@ def _check(
 ) -> None:
     found = f"found q {shaped(q)}, k {shaped(k)}, v {shaped(v)}"
     if not (q.ndim == k.ndim == v.ndim == 4):
-        raise OperandError(
+        raise ArgumentError(
             f"attention needs four dims, (batch, heads, positions, head_dim), for q, k and v; {found}."
         )
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
-        raise OperandError(
+        raise ArgumentError(
             f"attention needs q, k and v in one floating dtype; {found}. Cast them with .to(dtype)."
         )
     (B, H, S, K), (_, G, T, _) = q.shape, k.shape
     if k.shape[0] != B or k.shape[-1] != K or v.shape[:3] != k.shape[:3]:
-        raise OperandError(
+        raise ArgumentError(
             f"attention needs q (B, H, S, K), k (B, G, T, K) and v (B, G, T, V) that agree in B, G, T and K; "
             f"{found}. "
             "Heads come before positions: x.unflatten(-1, (heads, -1)).transpose(1, 2)."
         )
     if G == 0 or H % G:
-        raise OperandError(
+        raise ArgumentError(
             f"attention needs the {H} query heads to be a multiple of the {G} kv heads; {found}."
         )
     if (q_segments is None) != (kv_segments is None):
-        raise OperandError(
+        raise ArgumentError(
             "segment_ids needs both halves of the pair, (q_segments, kv_segments); one is None."
         )
     for name, ids, length in (("queries", q_segments, S), ("keys", kv_segments, T)):
@@ -148,7 +149,7 @@ def _check(
             continue
         require_integer("attention", f"the segment ids of {name}", ids)
         if tuple(ids.shape) != (B, length):
-            raise OperandError(
+            raise ArgumentError(
                 f"attention needs segment ids ({B}, {length}) for {name}; found {shaped(ids)}. "
                 "Pass a pair (q_segments, kv_segments) when the lengths differ."
             )
@@ -157,20 +158,20 @@ def _check(
             n in (1, m) for n, m in zip(bias.shape[::-1], (T, S, H, B), strict=False)
         )
         if not fits or not (bias.dtype == torch.bool or bias.is_floating_point()):
-            raise OperandError(
+            raise ArgumentError(
                 f"attention needs a bool or floating bias broadcastable to (B, H, S, T) = "
                 f"({B}, {H}, {S}, {T}); found {shaped(bias)}."
             )
     if window is not None and window < 1:
-        raise OperandError(
+        raise ArgumentError(
             f"attention needs a window of at least 1 token; found {window}. None means no window."
         )
     if sink is not None and (tuple(sink.shape) != (H,) or not sink.is_floating_point()):
-        raise OperandError(
+        raise ArgumentError(
             f"attention needs one floating sink logit per query head, ({H},); found {shaped(sink)}."
         )
     if backend not in BACKENDS:
-        raise OperandError(f'attention has the backends {", ".join(BACKENDS)}; found "{backend}".')
+        raise ArgumentError(f'attention has the backends {", ".join(BACKENDS)}; found "{backend}".')
 
 
 def _kernel(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> ModuleType:
@@ -188,7 +189,7 @@ def _kernel(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sca
     if fused is not None and reason is None:
         return fused
     if backend == "sdpa":
-        raise OperandError(
+        raise ArgumentError(
             f'attention was asked for backend="sdpa", a fused kernel, but {reason}. '
             'Write backend="math", or leave backend out to take the kernel where it can run.'
         )
@@ -259,7 +260,7 @@ def _(  # type: ignore[no-untyped-def]
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, q_segments, kv_segments, bias, sink, *ctx.options = inputs
     if bias is not None and bias.requires_grad:
-        raise OperandError(
+        raise GradientError(
             f"attention gives no gradient to its bias, and this bias {shaped(bias)} requires one. Write "
             "ft.stop_gradient(bias) when it is a constant; for a learned bias write the sum out: "
             "torch.softmax(q @ k.mT * scale + bias, -1) @ v."

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from functitan.ops.check import IndexRangeError, OperandError, require_integer, shaped
+from functitan.errors import ArgumentError
+from functitan.ops.check import IndexRangeError, require_integer, shaped
 
 
 def embedding(idx: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,7 @@ def embedding(idx: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
         in float32 (float64 for a float64 table).
 
     Raises:
-        OperandError: a table that is not a matrix, or indices that are not integers.
+        ArgumentError: a table that is not a matrix, or indices that are not integers.
         IndexRangeError: an index outside the table, on CPU. (Accelerators do not check.)
 
     >>> embedding(torch.tensor([[2, 0]]), torch.eye(3))
@@ -32,7 +33,7 @@ def embedding(idx: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
              [1., 0., 0.]]])
     """
     if weight_VD.ndim != 2:
-        raise OperandError(f"embedding needs a table (V, D); found {shaped(weight_VD)}.")
+        raise ArgumentError(f"embedding needs a table (V, D); found {shaped(weight_VD)}.")
     require_integer("embedding", "the indices", idx)
     return _embedding(weight_VD, idx)
 

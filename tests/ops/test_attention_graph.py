@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from functitan.errors import ArgumentError
 from functitan.ops.attention import attention
-from functitan.ops.check import OperandError
 from tests.ops.graphs import ours, traced_ops
 from tests.ops.test_attention import CASES, operands
 
@@ -57,7 +57,7 @@ def test_fake_tensors_run_no_kernel_of_their_device(device):
 
 
 def test_an_impossible_backend_is_an_error_of_the_trace():
-    with FakeTensorMode(), pytest.raises(OperandError, match="as wide as q and k"):
+    with FakeTensorMode(), pytest.raises(ArgumentError, match="as wide as q and k"):
         attention(torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 8), backend="sdpa")
 
 

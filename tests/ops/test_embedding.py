@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import embedding as torch_embedding
 
-from functitan.ops.check import IndexRangeError, OperandError
+from functitan.errors import ArgumentError
+from functitan.ops.check import IndexRangeError
 from functitan.ops.embedding import embedding
 from functitan.ops.shard_lookup import embedding_shard, embedding_shard_backward, put_shard, take_shard
 from tests.ops.graphs import ours, traced_ops
@@ -59,9 +60,9 @@ def test_errors():
         embedding(idx + V, weight)
     with pytest.raises(IndexError, match="rows -1 to"):
         embedding(idx - idx.min() - 1, weight)
-    with pytest.raises(OperandError, match="needs integers for the indices"):
+    with pytest.raises(ArgumentError, match="needs integers for the indices"):
         embedding(idx.double(), weight)
-    with pytest.raises(OperandError, match=r"needs a table \(V, D\); found float64\[12\]"):
+    with pytest.raises(ArgumentError, match=r"needs a table \(V, D\); found float64\[12\]"):
         embedding(idx, weight[:, 0])
 
 
