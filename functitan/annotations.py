@@ -161,8 +161,11 @@ def scan(
         options = {"name": name or getattr(f, "__name__", "scan"), "remat": remat}
         return annotator.scan(f, init, xs, steps, options)
     carry, ys = init, []
+    leaves, treedef = tree.flatten(xs)
+    # unbind, not leaf[i]: the gradient of all rows is one stack, where each index would fill a whole zero tensor.
+    columns = [leaf.unbind(0) for leaf in leaves]
     for i in range(steps):
-        carry, y = f(carry, tree.map(lambda leaf: leaf[i], xs))  # noqa: B023 (called at once)
+        carry, y = f(carry, tree.unflatten(treedef, [rows[i] for rows in columns]))
         ys.append(y)
     return carry, (tree.map(lambda *rows: torch.stack(rows), *ys) if ys else None)
 

@@ -1,0 +1,5 @@
+"""``python -m functitan.cli``: the command line without its script."""
+
+from functitan.cli.main import main
+
+main()

@@ -1,0 +1,213 @@
+"""A recipe: everything about a run as one frozen tree of plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from functitan import optim, remat
+from functitan.data import Corpus, CorpusSource, load_corpus
+from functitan.errors import ConfigError
+from functitan.optim import GradientTransformation
+from functitan.optim.schedule import Decay
+from functitan.sharding import Rules
+from functitan.train import RunConfig, Task
+
+PyTree = Any
+RematName = Literal["nothing_saveable", "everything_saveable", "dots_saveable", "save_only_these_names"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The functions of a model family; each takes the model's config.
+
+    Attributes:
+        declare: ``config -> pytree of Param``.
+        loss: ``(params, batch, config, remat=policy) -> (sum, count)``.
+        generate: ``(params, prompt_BS, config, max_new_tokens=, temperature=, key=, valid_ids=) -> ids_BS``,
+            or None.
+    """
+
+    declare: Callable[[Any], PyTree]
+    loss: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    generate: Callable[..., torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW under a warmup-stable-decay schedule, with clipping; see :mod:`functitan.optim`.
+
+    Attributes:
+        lr: the peak rate.
+        warmup: steps of warmup.
+        decay_ratio: the share of the run that decays; None for all after warmup.
+        decay: the shape of the decay.
+        min_factor: the rate at the end, as a factor on the peak.
+        b1, b2, eps, weight_decay: of AdamW.
+        max_norm: gradients are clipped by this global norm; None not to.
+    """
+
+    lr: float = 3e-4
+    warmup: int = 200
+    decay_ratio: float | None = None
+    decay: Decay = "linear"
+    min_factor: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float | None = 1.0
+
+    def build(self, steps: int) -> GradientTransformation:
+        """The step rule for a run of so many steps; steps with a gradient that is not finite are skipped."""
+        schedule = optim.warmup_stable_decay(
+            self.lr,
+            steps,
+            self.warmup,
+            decay_ratio=self.decay_ratio,
+            decay=self.decay,
+            min_factor=self.min_factor,
+        )
+        rule = optim.adamw(schedule, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)
+        return optim.skip_nonfinite(rule, self.max_norm)
+
+    def metrics(self, state: optim.SkipState) -> dict[str, torch.Tensor]:
+        """What the rule's state says of the last step."""
+        return {"grad_norm": state.norm, "lr": state.inner.lr, "skipped": state.skipped}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The corpus of the standard library; see :mod:`functitan.data`.
+
+    Attributes:
+        batch: sequences per step, over the whole mesh.
+        seq: tokens per sequence.
+        validation_batches: at most so many held-out batches are read.
+    """
+
+    batch: int = 8
+    seq: int = 64
+    validation_batches: int = 32
+
+    def build(self, seed: int, corpus: Corpus | None = None) -> CorpusSource:
+        """The source; reads the corpus unless it is given."""
+        return CorpusSource(
+            load_corpus() if corpus is None else corpus, self.batch, self.seq, seed, self.validation_batches
+        )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A whole run.
+
+    Attributes:
+        name: shown, and the name of the run folder.
+        family: the model's functions.
+        model: the model's config, a frozen dataclass.
+        rules: which mesh axes the model's logical axes are laid over.
+        mesh: axis sizes; empty for one device. An axis that the rules name and the mesh lacks has size 1.
+        simulate: run all ranks of the mesh in this process.
+        remat: the policy by which layers save activations for backward; None for the default.
+        save_names: for "save_only_these_names", the names that the model gave its values.
+        optim, data, run: the rest.
+    """
+
+    name: str
+    family: Family
+    model: Any
+    rules: Rules
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    simulate: bool = False
+    remat: RematName | None = None
+    save_names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        shards = 1
+        for axis in dict(self.rules.names).get("batch", ()):
+            shards *= self.mesh.get(axis, 1)
+        if self.data.batch % shards:
+            axes = ", ".join(f"{a}={self.mesh.get(a, 1)}" for a in self.rules.names["batch"])
+            raise ConfigError(
+                f"recipe {self.name}: data.batch={self.data.batch} is not divisible by the {shards} parts "
+                f"that the mesh splits a batch into ({axes}). Set data.batch to a multiple of {shards}."
+            )
+
+    def replace(self, **changes: Any) -> Recipe:
+        """A changed copy."""
+        return dataclasses.replace(self, **changes)
+
+    def remat_policy(self) -> Any:
+        """The policy of :mod:`functitan.remat` that ``remat`` names; None for the default.
+
+        Raises:
+            ConfigError: ``save_names`` without the policy that reads them.
+        """
+        if self.remat == "save_only_these_names":
+            return remat.save_only_these_names(*self.save_names)
+        if self.save_names:
+            raise ConfigError(
+                f"recipe {self.name}: save_names={','.join(self.save_names)} is read by "
+                f"remat=save_only_these_names, and remat is {self.remat}. Set both."
+            )
+        return None if self.remat is None else getattr(remat, self.remat)
+
+    def task(self, corpus: Corpus | None = None) -> Task:
+        """What the training loop takes; reads the corpus unless it is given."""
+        source = self.data.build(self.run.seed, corpus)
+        policy = self.remat_policy()
+        make = self.family.generate
+
+        def generate(params: PyTree, prompt: torch.Tensor, key: torch.Tensor, tokens: int) -> torch.Tensor:
+            assert make is not None
+            return make(
+                params,
+                prompt,
+                self.model,
+                max_new_tokens=tokens,
+                temperature=self.run.temperature,
+                key=key,
+                valid_ids=source.valid_ids,
+            )
+
+        return Task(
+            name=self.name,
+            declared=self.family.declare(self.model),
+            loss=lambda params, batch: self.family.loss(params, batch, self.model, remat=policy),
+            optimizer=self.optim.build(self.run.steps),
+            optimizer_metrics=self.optim.metrics,
+            source=source,
+            generate=None if make is None else generate,
+            run=self.run,
+            mesh=self.mesh,
+            rules=self.rules,
+            simulate=self.simulate,
+            settings=settings(self),
+        )
+
+
+def settings(value: Any) -> Any:
+    """A recipe, or part of one, in a form that JSON can hold.
+
+    >>> settings(DataConfig(batch=4))
+    {'batch': 4, 'seq': 64, 'validation_batches': 32}
+    """
+    if isinstance(value, Rules):
+        return {"names": value.names, "storage": value.storage}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        rows = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {name: settings(part) for name, part in rows.items() if not isinstance(part, Family)}
+    if isinstance(value, Mapping):
+        return {str(name): settings(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [settings(part) for part in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

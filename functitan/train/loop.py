@@ -1,0 +1,88 @@
+"""A run from the first step to the saved parameters."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+import torch
+
+from functitan.train.evaluate import sample_text, to_device, validate
+from functitan.train.folder import RunFolder
+from functitan.train.metrics import Meter, Progress, Summary, peak_bytes, progress_text, summary_text
+from functitan.train.steps import Metrics, Steps, build_steps
+from functitan.train.task import Task
+
+
+def train(task: Task, steps: Steps | None = None, progress: Progress | None = None) -> Summary:
+    """Train a task and write its run folder.
+
+    Args:
+        task: what to train.
+        steps: the functions to run; by default those that :func:`build_steps` makes for the task's mesh.
+        progress: where to report; by default standard output.
+
+    Returns:
+        What was found; it has been printed as a table.
+
+    Raises:
+        FunctitanError: a mesh, device or folder that cannot be used. The folder is made last, so that a run
+            that cannot begin leaves nothing.
+    """
+    run = task.run
+    steps = build_steps(task) if steps is None else steps
+    progress = Progress(run.steps) if progress is None else progress
+    state = steps.init()
+    rows: list[dict[str, float]] = []
+    with RunFolder.create(run.dir, task.name) as folder:
+        folder.config({**task.settings, "versions": _versions()})
+        meter = Meter(run.steps, task.source.batch(0)["tokens"].numel())
+        for step in range(run.steps):
+            state, metrics = steps.train(state, to_device(task.source.batch(step), steps.device))
+            done = step + 1
+            if step == 0 or done % run.log_every == 0 or done == run.steps:
+                rows.append(_numbers(metrics))
+                meter.step_done()
+                speed = meter.tokens_per_second
+                folder.row(done, rows[-1] | ({"tokens_per_second": speed} if speed is not None else {}))
+                progress.update(done, progress_text(done, run.steps, rows[-1], speed, meter.seconds_left))
+            else:
+                meter.step_done()
+            if run.validate_every and done % run.validate_every == 0 and done < run.steps:
+                found = validate(task, steps, state.params)
+                folder.row(done, {"validation_loss": found})
+                progress.line(f"validation loss {found:.4f} nats per byte")
+                meter.resume()
+        validation = validate(task, steps, state.params)
+        folder.row(run.steps, {"validation_loss": validation})
+        sample = sample_text(task, steps, state.params)
+        if sample:
+            folder.text(run.steps, "sample", sample)
+        folder.params(steps.whole(state.params))
+        summary = Summary(
+            steps=run.steps,
+            first_loss=rows[0]["loss"],
+            last_loss=rows[-1]["loss"],
+            validation=validation,
+            tokens_per_second=meter.tokens_per_second,
+            peak_bytes=peak_bytes(steps.device),
+            skipped=int(rows[-1].get("skipped", 0)),
+            folder=str(folder.path),
+            sample=sample,
+        )
+    progress.line("\n" + summary_text(summary))
+    if sample:
+        progress.line(f"\nA sample:\n{sample}")
+    return summary
+
+
+def _numbers(metrics: Metrics) -> dict[str, float]:
+    return {name: float(value.item()) for name, value in metrics.items()}
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "functitan": version("functitan"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }

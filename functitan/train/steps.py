@@ -1,0 +1,99 @@
+"""The functions of a run: initial state, train step, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functitan import random, tree
+from functitan.autodiff import value_and_grad
+from functitan.data import Batch
+from functitan.errors import FunctitanError
+from functitan.nn.init import init_params
+from functitan.optim import apply_updates
+from functitan.train.task import Task, resolve_device
+
+PyTree = Any
+Metrics = dict[str, torch.Tensor]
+
+
+@tree.dataclass
+class TrainState:
+    """What a step changes: the parameters and the optimizer's state."""
+
+    params: PyTree
+    opt: PyTree
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The functions that the loop calls; whether they are compiled, and for which mesh, is their own affair.
+
+    Attributes:
+        init: ``() -> state``.
+        train: ``(state, batch) -> (state, metrics)``; the given state must not be used again.
+        evaluate: ``(params, batch) -> (sum, count)``.
+        whole: parameters as a pytree of whole plain tensors, for files and for generation.
+        device: where batches are put.
+    """
+
+    init: Callable[[], TrainState]
+    train: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    evaluate: Callable[[PyTree, Batch], tuple[torch.Tensor, torch.Tensor]]
+    whole: Callable[[PyTree], PyTree]
+    device: torch.device
+
+
+def make_init(task: Task, device: torch.device) -> Callable[[], TrainState]:
+    """Initial state on one device, from the run's seed."""
+
+    def init() -> TrainState:
+        params = init_params(random.key(task.run.seed, device=device), task.declared)
+        return TrainState(params, task.optimizer.init(params))
+
+    return init
+
+
+def make_train_step(task: Task) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The train step as a pure function of global tensors: what runs on one device, and what is compiled for
+    a mesh.
+
+    The loss is the sum over the whole batch by the count of the whole batch, divided once.
+    """
+
+    def loss_fn(params: PyTree, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        total, count = task.loss(params, batch)
+        # A batch without a single label has loss 0, not 0 / 0.
+        return total / count.clamp(min=1), count
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        (loss, count), grads = value_and_grad(loss_fn, has_aux=True)(state.params, batch)
+        updates, opt = task.optimizer.update(grads, state.opt, state.params)
+        metrics = {"loss": loss, "labels": count, **task.optimizer_metrics(opt)}
+        return TrainState(apply_updates(state.params, updates), opt), metrics
+
+    return train_step
+
+
+def build_steps(task: Task) -> Steps:
+    """The steps for the task's mesh; an empty mesh is one device and plain PyTorch.
+
+    Raises:
+        FunctitanError: a mesh of several devices was asked for.
+    """
+    if task.mesh:
+        sizes = ",".join(f"{axis}={size}" for axis, size in task.mesh.items())
+        raise FunctitanError(
+            f"{task.name} asks for the mesh {sizes}, and this version trains on one device only. "
+            'Drop the mesh: --mesh "".'
+        )
+    device = resolve_device(task.run.device)
+
+    def evaluate(params: PyTree, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            return task.loss(params, batch)
+
+    return Steps(make_init(task, device), make_train_step(task), evaluate, lambda params: params, device)
