@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -57,3 +58,20 @@ sdpa_cuda_efficient_backward = torch.ops.aten._scaled_dot_product_efficient_atte
 def dispatch_modes_active() -> bool:
     """Whether a trace, fake tensors or another dispatch mode sees the ops that run now."""
     return torch._C._len_torch_dispatch_stack() > 0 or torch.compiler.is_compiling()
+
+
+def inside_functorch() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is at work: there, torch.autograd.grad is refused."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def shapes_only(leaves: list[object]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Run on fake tensors, and not as part of a trace; yields what turns a tensor into a fake one.
+
+    Inside a trace its fake mode is used again: fake tensors of two modes do not mix.
+    """
+    outer = detect_fake_mode(leaves)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if outer is None else outer
+    with _disable_current_modes(), mode:
+        yield lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t)

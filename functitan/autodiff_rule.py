@@ -132,7 +132,7 @@ class Rule:
         if not isinstance(result, tuple) or len(result) != 2:
             found = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
             raise GradientError(
-                f"custom_vjp of {self._name}: the forward rule returned {found}; return a pair (out, residuals)."
+                f"custom_vjp of {self._name}: the forward rule returned {found}; return (out, residuals)."
             )
         outs, self._out_tree = tree.flatten(result[0])
         residuals, self._residual_tree = tree.flatten(result[1])
@@ -160,8 +160,8 @@ class Rule:
             if g is not None and is_float and _shape(g) != shape:
                 where = f"argument {place}" + (f", leaf {path}" if path else "")
                 raise GradientError(
-                    f"custom_vjp of {self._name}: the gradient of {where} has shape {_shape(g)}, and the argument "
-                    f"has {shape}. Sum over the dims that broadcasting added."
+                    f"custom_vjp of {self._name}: the gradient of {where} has shape {_shape(g)}, and the "
+                    f"argument has {shape}. Sum over the dims that broadcasting added."
                 )
         return [by_path.get(path) if is_float else None for path, _, is_float in inputs]
 

@@ -1,7 +1,7 @@
 """Pytrees: nested containers of leaves, with optree underneath.
 
-Dicts (with string keys), lists, tuples, namedtuples, None and registered dataclasses are containers; everything else
-is a leaf. A leaf has a path such as ``layers/wq`` that messages, checkpoints and reports use.
+Dicts (with string keys), lists, tuples, namedtuples, None and registered dataclasses are containers;
+everything else is a leaf. A leaf has a path such as ``layers/wq`` that messages, checkpoints and reports use.
 """
 
 from __future__ import annotations
@@ -72,6 +72,18 @@ def leaves(tree: PyTree) -> list[Any]:
 def structure(tree: PyTree) -> TreeDef:
     """The structure without the leaves; two structures compare with ``==``."""
     return optree.tree_structure(tree, namespace=_NAMESPACE)
+
+
+def children(node: PyTree) -> tuple[list[Any], list[Any]] | None:
+    """The direct children of a container and their keys, None for a leaf.
+
+    >>> children({"b": [1], "a": 2}), children(3)
+    (([2, [1]], ['a', 'b']), None)
+    """
+    if optree.treespec_is_leaf(structure(node), strict=True):
+        return None
+    kids, _, keys, _ = optree.tree_flatten_one_level(node, namespace=_NAMESPACE)
+    return list(kids), list(keys)
 
 
 def paths(tree: PyTree) -> list[str]:
