@@ -1,0 +1,89 @@
+"""Where in the user's code an op comes from."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass
+from types import CodeType, FrameType, TracebackType
+
+import functitan
+
+_PACKAGE = os.path.dirname(os.path.abspath(functitan.__file__)) + os.sep
+#: Parts of the package that stand between a user's line and torch; model code of ours counts as a user's.
+_MACHINERY = tuple(
+    _PACKAGE + part
+    for part in (
+        "compiler" + os.sep,
+        "runtime" + os.sep,
+        "ops" + os.sep,
+        "sharding" + os.sep,
+        "annotations.py",
+        "autodiff",
+        "custom_vjp.py",
+        "remat.py",
+        "debug.py",
+        "tree.py",
+        "random.py",
+        "_torch.py",
+    )
+)
+_LIBRARIES = tuple(os.sep + name + os.sep for name in ("torch", "optree", "spmd_types", "contextlib.py"))
+_known: dict[CodeType, bool] = {}
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of user code: file, number, and the function that it is in."""
+
+    file: str
+    number: int
+    function: str
+
+    @property
+    def text(self) -> str:
+        """The code of the line."""
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+    def shown(self) -> str:
+        """The place and the code, for messages."""
+        return f"{self} ({self.text})" if self.text else str(self)
+
+
+def _is_user(code: CodeType) -> bool:
+    known = _known.get(code)
+    if known is None:
+        name = code.co_filename
+        known = not (
+            name.startswith(_MACHINERY)
+            or name.startswith("<")
+            or any(lib in name for lib in _LIBRARIES)
+            or name.endswith(os.sep + "contextlib.py")
+        )
+        _known[code] = known
+    return known
+
+
+def current_line() -> SourceLine | None:
+    """The nearest line of user code on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_user(frame.f_code):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def line_of(trace: TracebackType | None) -> SourceLine | None:
+    """The innermost line of user code in a traceback."""
+    found = None
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if _is_user(code):
+            found = SourceLine(code.co_filename, trace.tb_lineno, code.co_name)
+        trace = trace.tb_next
+    return found

@@ -1,0 +1,158 @@
+"""Split a body's lowered joint graph into forward and backward under its remat policy.
+
+Decided here, on local values after lowering, what forward saves. A value that backward needs is, in this order: an
+input that is kept; saved, if the policy allows; or computed again from what it is made of. Gathered parameters are
+never saved, and views are taken again from what they view. Other collectives are saved unless the policy saves
+nothing: repeating them costs the network, not only compute.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from functitan.ops import attention, grouped_mm  # noqa: F401 (register their ops)
+
+aten = torch.ops.aten
+_VIEWS = {
+    aten.reshape.default,
+    aten.permute.default,
+    aten.expand.default,
+    aten.view.default,
+    aten.slice.Tensor,
+    aten.select.int,
+}
+_DOTS = {
+    aten.mm.default,
+    aten.bmm.default,
+    torch.ops.functitan.attention.default,
+    torch.ops.functitan.grouped_mm.default,
+}
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def saveable(policy: Any) -> Callable[[fx.Node], bool]:
+    """Which computed values a policy lets forward save. None is everything_saveable."""
+    name = getattr(policy, "name", "everything_saveable")
+
+    def check(node: fx.Node) -> bool:
+        if not isinstance(node.meta.get("val"), torch.Tensor) or name == "nothing_saveable":
+            return False
+        origin = node.meta.get("origin")
+        if origin is not None and origin.gather:
+            return False
+        if "checkpoint_name" in node.meta:
+            return name == "everything_saveable" or (
+                name == "save_only_these_names" and node.meta["checkpoint_name"] in policy.names
+            )
+        if node.target in _VIEWS or not node.all_input_nodes:
+            return False
+        if name == "everything_saveable" or node.target is _WAIT:
+            return True
+        source = node.args[0] if node.target is operator.getitem else node
+        return name == "dots_saveable" and getattr(source, "target", None) in _DOTS
+
+    return check
+
+
+def depends_on(graph: fx.Graph, roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that are computed from any of the roots."""
+    found = set(roots)
+    for node in graph.nodes:
+        if any(a in found for a in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that the roots are computed from, themselves included."""
+    found: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def split(
+    graph: fx.Graph,
+    inputs: Sequence[fx.Node],
+    tangents: Sequence[fx.Node],
+    outs: Sequence[fx.Node],
+    gradients: Sequence[fx.Node],
+    policy: Any,
+    n_carry: int = 0,
+) -> tuple[fx.Graph, fx.Graph | None, list[int], list[fx.Node]]:
+    """Cut a joint graph in two.
+
+    Args:
+        graph: the joint graph.
+        inputs, tangents: its placeholders.
+        outs, gradients: its results.
+        policy: the remat policy, or None.
+        n_carry: the leading inputs that a loop carries: no input of the whole loop, so backward gets them saved.
+
+    Returns:
+        The forward graph (coordinates, inputs -> outs, saved values), the backward graph (coordinates, kept inputs,
+        saved values, tangents -> gradients) or None, the indices of kept inputs, and the saved nodes.
+    """
+    coordinates = [n for n in graph.nodes if n.op == "placeholder" and "coordinate" in n.meta]
+    if not gradients:
+        return _extract(graph, [*coordinates, *inputs], outs), None, [], []
+    late = depends_on(graph, tangents)
+    early = ancestors(outs)
+    may_save = saveable(policy)
+    kept: set[fx.Node] = set()
+    saved: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    stack = list(gradients)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in inputs[:n_carry]:
+            saved.append(node)
+        elif node.op == "placeholder":
+            kept.add(node)
+        elif node not in late and node in early and may_save(node):
+            saved.append(node)
+        else:
+            stack.extend(node.all_input_nodes)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    saved.sort(key=order.__getitem__)
+    kept_inputs = [i for i, n in enumerate(inputs) if n in kept]
+    forward = _extract(graph, [*coordinates, *inputs], [*outs, *saved])
+    backward = _extract(
+        graph, [*coordinates, *(inputs[i] for i in kept_inputs), *saved, *tangents], gradients
+    )
+    return forward, backward, kept_inputs, saved
+
+
+def _extract(graph: fx.Graph, inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> fx.Graph:
+    """A graph of its own from some values of a graph to others; inputs become placeholders."""
+    made = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        env[node] = made.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+        env[node].meta.pop("collective", None)
+    needed: set[fx.Node] = set()
+    stack = [n for n in outs if n not in env]
+    while stack:
+        node = stack.pop()
+        if node in needed or node in env:
+            continue
+        needed.add(node)
+        stack.extend(node.all_input_nodes)
+    for node in graph.nodes:
+        if node in needed:
+            env[node] = made.node_copy(node, env.__getitem__)
+    made.output([env[n] for n in outs])
+    return made

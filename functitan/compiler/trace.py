@@ -1,0 +1,190 @@
+"""Trace a function on fake global tensors into one ATen graph.
+
+The trace is global and knows no mesh: annotations become nodes (``functitan.constrain`` and friends) that the
+lowering reads. Every node remembers the user's line it comes from, and whether it belongs to backward; nodes of
+backward take the line of the forward op that they differentiate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from functitan import _torch, annotations, tree
+from functitan.compiler import nodes, source
+from functitan.compiler.decompose import decompositions
+from functitan.errors import FunctitanError, TraceError
+from functitan.ops.intercept import OwnOps
+
+
+@dataclass
+class Traced:
+    """A function's global graph.
+
+    Attributes:
+        graph: the ATen graph; its placeholders are the flat inputs.
+        inputs: a name per placeholder, for messages: the path of the leaf.
+        out_tree: the structure of the result.
+        bodies: traced bodies of regions and scans by key, nested ones included.
+        fake_mode: the mode that the fake values of the graph belong to.
+        name: the function's name.
+    """
+
+    graph: fx.Graph
+    inputs: list[str]
+    out_tree: tree.TreeDef
+    fake_mode: _torch.FakeTensorMode
+    name: str
+    bodies: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder(_torch.TorchDispatchMode):
+    """Notes the user's line of every traced node, and refuses writes to what the function did not make itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[int, source.SourceLine | None] = {}
+        self._made: set[int] = set()
+        self._alive: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = _torch.last_traced_node()
+        number = _torch.backward_sequence_number()
+        if func._schema.is_mutable:
+            self._refuse_foreign_writes(func, args, kwargs)
+        out = func(*args, **kwargs)
+        for t in tree.leaves(out):
+            if isinstance(t, torch.Tensor):
+                self._made.add(t.untyped_storage()._cdata)
+                self._alive.append(t)
+        node = _torch.last_traced_node()
+        if node is None or node is before:
+            return out
+        if number is None:
+            line = source.current_line()
+            self._lines[_torch.next_sequence_number() - 1] = line
+        else:
+            line = self._lines.get(number)
+        while node is not None and node is not before and node.op != "root":
+            node.meta.setdefault("line", line)
+            node.meta.setdefault("backward", number is not None)
+            node = node.prev
+        return out
+
+    def _refuse_foreign_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        for i, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in self._made:
+                line = source.current_line()
+                name = func._schema.name.split("::")[-1]
+                raise TraceError(
+                    f"{line.shown() if line else 'a line'}: {name} writes into a tensor of shape "
+                    f"{tuple(value.shape)} that the function did not make: an argument or a captured tensor. Compiled "
+                    f"functions are pure; write the form that returns a new tensor"
+                    + (f" (x = x.{name.rstrip('_')}(...))." if name.endswith("_") else ".")
+                )
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turn errors of tracing into messages about the user's code."""
+    try:
+        yield
+    except FunctitanError:
+        raise
+    except _torch.DATA_DEPENDENT_ERRORS as e:
+        line = source.line_of(e.__traceback__)
+        raise TraceError(
+            f"{name}: {line.shown() if line else 'a line'} needs the value of a tensor while tracing (.item(), "
+            "bool(tensor), an `if` on a tensor, or a shape that depends on data). A compiled function is traced on "
+            "shapes only: write torch.where(condition, a, b) for a choice, keep numbers as 0-d tensors, and return "
+            "what you want to print."
+        ) from None
+    except Exception as e:
+        line = source.line_of(e.__traceback__)
+        raise TraceError(
+            f"{name}: tracing stopped at {line.shown() if line else 'a line'}: {type(e).__name__}: "
+            f"{str(e).splitlines()[0] if str(e) else ''}"
+        ) from e
+
+
+def abstract(leaf: Any, path: str, mode: _torch.FakeTensorMode) -> torch.Tensor:
+    """A fake tensor with the global shape and dtype of an input leaf.
+
+    Raises:
+        TraceError: the leaf has no shape and dtype: numbers and strings are configuration, not state.
+    """
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    if shape is None or not isinstance(dtype, torch.dtype):
+        raise TraceError(
+            f"input {path} is {leaf!r} of type {type(leaf).__name__}; the leaves of a compiled function's arguments "
+            "are tensors or Arrays. Write torch.tensor(...) for a number that changes between calls, or close over "
+            "one that does not."
+        )
+    with mode:
+        return torch.empty(tuple(shape), dtype=dtype, device=getattr(leaf, "device", None) or "cpu")
+
+
+def make_graph(
+    f: Callable[..., Sequence[Any]], inputs: Sequence[torch.Tensor], annotator: annotations.Annotator
+) -> fx.Graph:
+    """Trace a function of flat fake tensors; the one place where a graph is made."""
+
+    def recorded(*flat: torch.Tensor) -> list[Any]:
+        with annotations.activate(annotator), OwnOps(), Recorder():
+            return list(f(*flat))
+
+    module = _torch.make_fx(recorded, decomposition_table=decompositions(), _allow_non_fake_inputs=True)(*inputs)
+    nodes.lift_constants(module)
+    graph = module.graph
+    nodes.drop_dead(graph)
+    return graph
+
+
+def trace(f: Callable[..., Any], args: Sequence[Any], names: Sequence[str] | None = None) -> Traced:
+    """Trace ``f(*args)`` on global fake tensors.
+
+    Args:
+        f: a pure function of pytrees of tensors.
+        args: pytrees whose leaves have a shape and a dtype: tensors, Arrays, ShapeDtypeStructs.
+        names: argument names for messages.
+
+    Raises:
+        TraceError: the function cannot be traced; the message names the user's line.
+    """
+    from functitan.compiler.region import TracingAnnotator
+
+    name = getattr(f, "__name__", type(f).__name__)
+    names = names or [f"arg{i}" for i in range(len(args))]
+    rows = [
+        ("/".join([n, p]) if p else n, leaf)
+        for n, a in zip(names, args, strict=True)
+        for p, leaf in tree.flatten_with_paths(a)[0]
+    ]
+    mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
+    fakes = [abstract(leaf, path, mode) for path, leaf in rows]
+    in_tree = tree.structure(tuple(args))
+    traced = Traced(fx.Graph(), [p for p, _ in rows], in_tree, mode, name)
+
+    def flat(*values: torch.Tensor) -> list[Any]:
+        out = f(*tree.unflatten(in_tree, values))
+        leaves, traced.out_tree = tree.flatten(out)
+        for path, leaf in zip(tree.paths(out), leaves, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                raise TraceError(
+                    f"{name}: output {path or 'value'} is {leaf!r} of type {type(leaf).__name__}; the leaves of a compiled "
+                    "function's result are tensors. Return torch.tensor(...), or keep the value outside."
+                )
+        return leaves
+
+    with explained(name), mode:
+        traced.graph = make_graph(flat, fakes, TracingAnnotator(traced))
+    return traced

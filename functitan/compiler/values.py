@@ -1,0 +1,48 @@
+"""Values during lowering: a global value and the local nodes that hold it in one or more layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from functitan.sharding.layout import Layout
+from functitan.sharding.op_rules.base import TensorType
+
+
+@dataclass(eq=False)
+class Value:
+    """A global value.
+
+    Attributes:
+        type: global shape and dtype.
+        layout: its own layout; None for a value that is made on demand in any layout (a factory and what is pointwise
+            in it), so that each rank makes only its part.
+        versions: the local nodes by layout.
+        make: makes the local node for a layout, where that is cheaper than resharding.
+        preferred: the layout that a value without one takes where nothing asks for another.
+        source: the global node, for the decision where a pending sum is resolved.
+        param: the path of the parameter that this is, or is a cast or slice of.
+        passed: whether some reader took a pending sum as it is.
+        resolved: the layouts in which readers needed it settled.
+    """
+
+    type: TensorType
+    layout: Layout | None
+    versions: dict[tuple[Layout, bool], fx.Node] = field(default_factory=dict)
+    make: Callable[[Layout], fx.Node] | None = None
+    preferred: Layout | None = None
+    source: fx.Node | None = None
+    param: str = ""
+    passed: bool = False
+    resolved: list[Layout] = field(default_factory=list)
+
+
+class Opaque:
+    """The token of a region call: what its backward call needs to know."""
+
+    def __init__(self, lowered: object, saved: list[fx.Node], inputs: list[fx.Node]) -> None:
+        self.lowered = lowered
+        self.saved = saved
+        self.inputs = inputs

@@ -1,0 +1,81 @@
+"""Run a program's graphs op by op on one rank's tensors: the backend "eager"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from functitan.compiler import program as targets
+from functitan.compiler.program import LoweredBody, Program
+from functitan.runtime.scan import TensorOps, scan_backward, scan_forward
+
+
+class Eager:
+    """Runs a program on one rank. Graphs become Python functions once; a call has no interpreter.
+
+    Args:
+        program: what to run.
+        coordinates: this rank's index on every axis.
+    """
+
+    def __init__(self, program: Program, coordinates: dict[str, int]) -> None:
+        self._program = program
+        self._coordinates = {a: torch.tensor(v) for a, v in coordinates.items()}
+        self._forward: dict[str, Callable[..., Any]] = {}
+        self._backward: dict[str, Callable[..., Any]] = {}
+        # Inner bodies come after the ones that call them.
+        for name, body in reversed(program.bodies.items()):
+            self._forward[name] = self._function(body.forward)
+            if body.backward is not None:
+                self._backward[name] = self._function(body.backward)
+        self._step = self._function(program.graph)
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The flat outputs for the flat inputs."""
+        return self._step(list(inputs))
+
+    def _function(self, graph: fx.Graph) -> Callable[[list[Any]], list[Any]]:
+        """A graph as a Python function of the inputs without coordinates."""
+        copy = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        axes: list[str | None] = []
+        for node in graph.nodes:
+            env[node] = copy.node_copy(node, env.__getitem__)
+            if node.op == "placeholder":
+                axes.append(node.meta.get("coordinate"))
+            elif node.target in targets.BODY_CALLS:
+                env[node].target = self._bound(node)
+        module = fx.GraphModule(torch.nn.Module(), copy)
+        module.recompile()
+        fixed = [self._coordinates[a] for a in axes if a is not None]
+        forward = module.forward
+        return lambda inputs: list(forward(*fixed, *inputs))
+
+    def _bound(self, node: fx.Node) -> Callable[..., Any]:
+        """What a body call does here."""
+        body: LoweredBody = self._program.bodies[str(node.args[0])]
+        ops = TensorOps()
+
+        def call(name: str, inputs: list[Any]) -> list[Any]:
+            return self._forward[name](inputs)
+
+        def call_backward(name: str, kept: list[Any], saved: list[Any], cotangents: list[Any]) -> list[Any]:
+            return self._backward[name]([*kept, *saved, *cotangents])
+
+        def scan(name: str, length: int, inputs: list[Any]) -> list[Any]:
+            return scan_forward(body, length, inputs, self._forward[name], ops)
+
+        def scan_back(
+            name: str, length: int, kept: list[Any], saved: list[Any], cotangents: list[Any]
+        ) -> list[Any]:
+            return scan_backward(body, length, kept, saved, cotangents, self._backward[name], ops)
+
+        return {
+            targets.call_body: call,
+            targets.call_body_backward: call_backward,
+            targets.scan_body: scan,
+            targets.scan_body_backward: scan_back,
+        }[node.target]  # type: ignore[index]

@@ -1,0 +1,131 @@
+"""Interpret a lowered graph for all ranks of a simulated mesh, op by op in lockstep.
+
+A value is a list with one tensor per rank. Exact and without processes: the default of tests and examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from functitan.compiler import program as targets
+from functitan.compiler.program import LoweredBody, Program
+from functitan.runtime import collectives
+from functitan.runtime.scan import scan_backward, scan_forward
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+Ranked = list[Any]
+
+
+class Lockstep:
+    """Runs a program's graphs on per-rank values.
+
+    Args:
+        program: what to run.
+        observe: called with graph name, node and per-rank values after every call, for checks.
+    """
+
+    def __init__(
+        self, program: Program, observe: Callable[[str, fx.Node, Ranked], None] | None = None
+    ) -> None:
+        self._program = program
+        self._groups = collectives.Groups(program.mesh)
+        self._observe = observe
+        self.ranks = program.mesh.size
+        self._coordinates = [
+            {a: torch.tensor(v) for a, v in c.items()} for c in program.mesh.coordinates()
+        ]
+        self._last: dict[int, dict[fx.Node, list[fx.Node]]] = {}
+
+    def run(self, inputs: Sequence[Ranked]) -> list[Ranked]:
+        """The flat outputs of the program for its flat inputs."""
+        return self.graph("step", self._program.graph, inputs)
+
+    def graph(self, name: str, graph: fx.Graph, inputs: Sequence[Ranked]) -> list[Ranked]:
+        """Run one graph; inputs exclude the rank coordinates."""
+        env: dict[fx.Node, Ranked] = {}
+        given = iter(inputs)
+        free = self._last_uses(graph)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                axis = node.meta.get("coordinate")
+                env[node] = [c[axis] for c in self._coordinates] if axis else next(given)
+            elif node.op == "output":
+                return [env[n] for n in node.args[0]]  # type: ignore[union-attr]
+            else:
+                env[node] = self._call(name, node, env)
+                if self._observe is not None:
+                    self._observe(name, node, env[node])
+            for dead in free.get(node, ()):
+                env.pop(dead, None)
+        raise AssertionError("a graph without an output")
+
+    def _last_uses(self, graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+        known = self._last.get(id(graph))
+        if known is None:
+            known, seen = {}, set()
+            for node in reversed(graph.nodes):
+                for used in node.all_input_nodes:
+                    if used not in seen:
+                        seen.add(used)
+                        known.setdefault(node, []).append(used)
+            self._last[id(graph)] = known
+        return known
+
+    def _call(self, name: str, node: fx.Node, env: dict[fx.Node, Ranked]) -> Ranked:
+        target = node.target
+        if target in targets.BODY_CALLS:
+            return self._body(node, env)
+        if target in collectives.COLLECTIVES:
+            x, *rest = node.args
+            return collectives.run(target, env[x], tuple(rest), self._groups)  # type: ignore[index]
+        if target is _WAIT:
+            return env[node.args[0]]  # type: ignore[index]
+        out = []
+        for r in range(self.ranks):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda n: env[n][r])  # noqa: B023
+            out.append(target(*args, **kwargs))  # type: ignore[operator]
+        return out
+
+    def _body(self, node: fx.Node, env: dict[fx.Node, Ranked]) -> Ranked:
+        """Run a body; the results of all ranks become one list per rank, as ops with several outputs give."""
+        body: LoweredBody = self._program.bodies[str(node.args[0])]
+        groups = [[env[n] for n in a] for a in node.args if isinstance(a, list | tuple)]
+        forward = lambda ins: self.graph(body.name, body.forward, ins)  # noqa: E731
+        backward = lambda ins: self.graph(f"{body.name}.backward", body.backward, ins)  # type: ignore[arg-type]  # noqa: E731
+        if node.target is targets.call_body:
+            outs = forward(groups[0])
+        elif node.target is targets.call_body_backward:
+            outs = backward([*groups[0], *groups[1], *groups[2]])
+        elif node.target is targets.scan_body:
+            outs = scan_forward(body, int(node.args[1]), groups[0], forward, _RANKED)  # type: ignore[arg-type]
+        else:
+            kept, saved, cotangents = groups
+            outs = scan_backward(body, int(node.args[1]), kept, saved, cotangents, backward, _RANKED)  # type: ignore[arg-type]
+        return [list(row) for row in zip(*outs, strict=True)] if outs else [[] for _ in range(self.ranks)]
+
+
+class _RankedOps:
+    """What a scan does with per-rank values."""
+
+    def row(self, x: Ranked, i: int) -> Ranked:
+        return [v[i] for v in x]
+
+    def stack(self, rows: Sequence[Ranked]) -> Ranked:
+        return [torch.stack(list(column)) for column in zip(*rows, strict=True)]
+
+    def rows(self, rows: Sequence[Ranked]) -> Ranked:
+        return [list(column) for column in zip(*rows, strict=True)]
+
+    def add(self, a: Ranked, b: Ranked) -> Ranked:
+        return [x + y for x, y in zip(a, b, strict=True)]
+
+    def zeros(self, x: Ranked, length: int) -> Ranked:
+        return [v.new_zeros((length, *v.shape)) for v in x]
+
+
+_RANKED = _RankedOps()

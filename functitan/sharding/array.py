@@ -1,0 +1,142 @@
+"""Arrays: global tensors at rest on a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from spmd_types import PartitionSpec
+
+from functitan.errors import ShardingError
+from functitan.sharding.layout import Layout, digit_size
+from functitan.sharding.logical import Entry, layout_of
+from functitan.sharding.mesh import Mesh
+
+
+def _digits(layout: Layout, sizes: dict[str, int]) -> list[int]:
+    return [digit_size(d, sizes) for dim in layout.dims for d in dim]
+
+
+def local_part(x: torch.Tensor, layout: Layout, coordinates: dict[str, int], mesh: Mesh) -> torch.Tensor:
+    """A rank's part of a global tensor, as a contiguous copy."""
+    digits = [d for dim in layout.dims for d in dim]
+    wide = x.reshape(_digits(layout, mesh.shape))
+    index = tuple(coordinates[d] if isinstance(d, str) else slice(None) for d in digits)
+    return wide[index].reshape(layout.local_shape).clone(memory_format=torch.contiguous_format)
+
+
+def assemble(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The global tensor of all ranks' parts; the inverse of :func:`local_part`."""
+    digits = [d for dim in layout.dims for d in dim]
+    local_digits = [d for d in digits if isinstance(d, int)]
+    wide = parts[0].new_empty(_digits(layout, mesh.shape))
+    for part, coordinates in zip(parts, mesh.coordinates(), strict=True):
+        index = tuple(coordinates[d] if isinstance(d, str) else slice(None) for d in digits)
+        wide[index] = part.reshape(local_digits)
+    return wide.reshape(layout.shape(mesh.shape))
+
+
+class Array:
+    """A global tensor at rest: global shape and dtype, a layout over a mesh, and the parts that this process holds.
+
+    Attributes:
+        shape, dtype: of the global tensor.
+        layout: where its parts are; ``spec`` is the PartitionSpec.
+        mesh: the mesh.
+        shards: this process's parts: all ranks' when simulated, none on an abstract mesh.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        layout: Layout,
+        mesh: Mesh,
+        shards: Sequence[torch.Tensor] | None,
+    ) -> None:
+        self.shape = torch.Size(shape)
+        self.dtype = dtype
+        self.layout = layout
+        self.mesh = mesh
+        self._shards = None if shards is None else list(shards)
+        self._gone = ""
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The spec; axes of size 1 do not appear."""
+        return self.layout.spec
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def nbytes_local(self) -> int:
+        """Bytes of one rank's part."""
+        return math.prod(self.layout.local_shape) * self.dtype.itemsize
+
+    @property
+    def shards(self) -> list[torch.Tensor]:
+        """This process's parts in rank order.
+
+        Raises:
+            ShardingError: the Array was donated, or lives on an abstract mesh.
+        """
+        if self._gone:
+            raise ShardingError(
+                f"this Array {self} was donated to {self._gone} and holds no value any more. Use what that call returned, "
+                "or leave the argument out of donate_argnums."
+            )
+        if self._shards is None:
+            raise ShardingError(f"{self} is on an abstract mesh: it has a shape and a spec, no values.")
+        return self._shards
+
+    def donate(self, to: str) -> list[torch.Tensor]:
+        """Give the parts away; reading the Array is an error from now on."""
+        shards = self.shards
+        self._shards, self._gone = None, to
+        return shards
+
+    def full(self) -> torch.Tensor:
+        """The whole tensor, gathered into this process."""
+        return assemble(self.shards, self.layout, self.mesh)
+
+    def reshard(self, spec: PartitionSpec | Sequence[Entry]) -> Array:
+        """The same value under another spec of the same mesh."""
+        return device_put(self.full(), spec, self.mesh)
+
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"Array({dtype}{list(self.shape)}, {self.layout}, mesh {self.mesh})"
+
+
+def device_put(x: torch.Tensor, spec: PartitionSpec | Sequence[Entry], mesh: Mesh) -> Array:
+    """Lay a global tensor out over a mesh.
+
+    Args:
+        x: the whole tensor, equal on all processes.
+        spec: one entry per dim: None, a mesh axis, or a tuple of axes.
+        mesh: a mesh that runs.
+
+    >>> from functitan.sharding.mesh import make_mesh
+    >>> x = device_put(torch.arange(4), PartitionSpec("data"), make_mesh({"data": 2}, simulate=True))
+    >>> x.shards
+    [tensor([0, 1]), tensor([2, 3])]
+    """
+    layout = layout_of(x.shape, spec, mesh, "device_put")
+    return put(x, layout, mesh)
+
+
+def put(x: torch.Tensor, layout: Layout, mesh: Mesh) -> Array:
+    """As :func:`device_put`, with a layout."""
+    if mesh.kind == "abstract":
+        return Array(x.shape, x.dtype, layout, mesh, None)
+    places = list(mesh.coordinates())
+    return Array(x.shape, x.dtype, layout, mesh, [local_part(x, layout, c, mesh) for c in places])
+
+
+def abstract_array(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh: Mesh) -> Array:
+    """An Array without values, to lower functions for."""
+    return Array(shape, dtype, layout, mesh, None)
+

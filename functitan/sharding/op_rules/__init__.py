@@ -1,0 +1,17 @@
+"""Sharding rules of ops, one file per family."""
+
+from functitan.sharding.op_rules import factory, matmul, ours, pointwise, reduction, view
+from functitan.sharding.op_rules.base import covered, find_rule, register_rule, rule
+
+__all__ = [
+    "covered",
+    "factory",
+    "find_rule",
+    "matmul",
+    "ours",
+    "pointwise",
+    "reduction",
+    "register_rule",
+    "rule",
+    "view",
+]
