@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from functitan import _torch, annotations, autodiff, tree
+from functitan import _torch, autodiff, tree
+from functitan.annotations import active
 from functitan.autodiff_rule import Rule
 from functitan.errors import GradientError
 
@@ -75,7 +76,7 @@ class custom_vjp:
         leaves, treedef = tree.flatten(args)
         if _in_forward.get() or not _wants_derivative(leaves):
             return self._f(*args)
-        if annotations.active() is not None:
+        if active() is not None:
             # In the body of a region, reading a captured tensor gives the body's own input, but
             # Function.apply is not a read; a view is.
             leaves = [leaf.view_as(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]

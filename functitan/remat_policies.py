@@ -87,11 +87,9 @@ def remat(f: _F, policy: Policy = nothing_saveable, *, name: str | None = None) 
 def check_policy(policy: Any) -> None:
     """Raise an ArgumentError unless ``policy`` is a :class:`Policy`.
 
-    >>> check_policy("dots_savable")
+    >>> check_policy("dots_savable")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    functitan.errors.ArgumentError: a remat policy was expected; found 'dots_savable'. Did you mean
-    "dots_saveable"? \
-Write nothing_saveable, everything_saveable, dots_saveable or save_only_these_names(...) of functitan.remat.
+    functitan.errors.ArgumentError: a remat policy was expected; found 'dots_savable'. Did you mean ...
     """
     if isinstance(policy, Policy):
         return
@@ -99,5 +97,5 @@ Write nothing_saveable, everything_saveable, dots_saveable or save_only_these_na
     near = suggest(policy if isinstance(policy, str) else getattr(policy, "__name__", ""), known)
     raise ArgumentError(
         f"a remat policy was expected; found {policy!r}.{near} Write nothing_saveable, everything_saveable, "
-        "dots_saveable or save_only_these_names(...) of functitan.remat."
+        "dots_saveable or save_only_these_names(...) of functitan.remat_policies."
     )

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from functitan import _torch, annotations, tree
+from functitan import _torch, tree
+from functitan.annotations import activate
 from functitan.errors import TraceError
 
 
@@ -49,7 +50,7 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     >>> eval_shape(lambda x, w: x @ w, ShapeDtypeStruct((4, 10**6), torch.float32), torch.ones(10**6, 2))
     ShapeDtypeStruct(shape=(4, 2), dtype=torch.float32)
     """
-    with _torch.shapes_only(tree.leaves((args, kwargs))) as convert, annotations.activate(None):
+    with _torch.shapes_only(tree.leaves((args, kwargs))) as convert, activate(None):
 
         def fake(leaf: Any) -> Any:
             if isinstance(leaf, ShapeDtypeStruct):

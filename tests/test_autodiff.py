@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from functitan import annotations, random, tree
+from functitan import random, tree
+from functitan.annotations import activate
 from functitan.autodiff import grad, stop_gradient, value_and_grad, vjp
 from functitan.errors import FunctitanError, GradientError, TreeError
 
@@ -68,7 +69,7 @@ def test_has_aux():
 def test_the_ambient_grad_mode_does_not_matter():
     with torch.no_grad():
         _same(grad(lambda x: (x**2).sum())(X), 2 * X)
-        out, pullback = vjp(lambda x: x**2, X)
+        _, pullback = vjp(lambda x: x**2, X)
         _same(pullback(torch.ones_like(X)), (2 * X,))
     assert torch.is_grad_enabled()
 
@@ -134,7 +135,7 @@ def test_vjp():
     ct = {"a": torch.ones_like(X), "b": torch.tensor(2.0, dtype=torch.float64)}
     for _ in range(2):  # may be called again
         _same(pullback(ct), ({"w": X}, W + 2.0))
-    out, _, aux = vjp(lambda x: (x * 2, x + 1), X, has_aux=True)
+    _, _, aux = vjp(lambda x: (x * 2, x + 1), X, has_aux=True)
     _same(aux, X + 1)
     assert not aux.requires_grad
 
@@ -204,7 +205,7 @@ def test_use_params_sees_the_differentiated_argument():
 
     recorder = Recorder()
     recorder.seen = []
-    with annotations.activate(recorder):
+    with activate(recorder):
         gradient = grad(lambda p, x: (p["w"] * x).sum())({"w": W}, X)
     assert len(recorder.seen) == 1 and set(recorder.seen[0]) == {"w"}
     _same(gradient, {"w": 2 * X})
@@ -221,16 +222,25 @@ def test_composes_with_torch_vmap():
     [
         (
             lambda: grad(_loss)({"layers": {"step": torch.tensor(3)}, "w": X}, X),
-            "asked for argument 0, leaf layers/step, which is int64 of shape .*only floating tensors.*argnums",
+            "asked for argument 0, leaf layers/step, which is int64 of shape .*only floating tensors",
         ),
         (lambda: grad(lambda x: x.sum())(2), "argument 0, which is 2 of type int"),
         (lambda: grad(lambda x: x * 2)(X), r"returned float64 of shape \(3,\);.*divided by their count"),
         (lambda: grad(lambda x: 1.0)(X), "returned 1.0 of type float"),
         (lambda: grad(lambda x: (x.sum(), x))(X), "returned a tuple of 2.*Write has_aux=True"),
-        (lambda: grad(lambda x: x.sum(), has_aux=True)(X), r"returned float64 of shape \(\); with has_aux=True"),
-        (lambda: grad(lambda x: x.sum(), argnums=1)(X), "positional argument 1, and the call has 1 positional"),
+        (
+            lambda: grad(lambda x: x.sum(), has_aux=True)(X),
+            r"returned float64 of shape \(\); with has_aux=True",
+        ),
+        (
+            lambda: grad(lambda x: x.sum(), argnums=1)(X),
+            "positional argument 1, and the call has 1 positional",
+        ),
         (lambda: vjp(lambda x: x.argmax(), X), "the output is int64 of shape"),
-        (lambda: vjp(lambda x: x * 2, X)[1](torch.ones(4)), r"is float32 of shape \(4,\), and its output is float64"),
+        (
+            lambda: vjp(lambda x: x * 2, X)[1](torch.ones(4)),
+            r"is float32 of shape \(4,\), and its output is float64",
+        ),
     ],
 )
 def test_errors_say_what_to_write(call, message):
