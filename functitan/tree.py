@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import optree
 
@@ -20,6 +20,7 @@ PyTree = Any
 TreeDef = optree.PyTreeSpec
 
 
+@dataclass_transform(frozen_default=True)
 def dataclass(cls: type[_T]) -> type[_T]:
     """Make a class a frozen dataclass that is a pytree node; every field is a child.
 

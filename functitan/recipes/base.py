@@ -9,15 +9,23 @@ from typing import Any, Literal
 
 import torch
 
-from functitan import optim, remat
+from functitan import optim
 from functitan.data import Corpus, CorpusSource, load_corpus
 from functitan.errors import ConfigError
 from functitan.optim import GradientTransformation
 from functitan.optim.schedule import Decay
+from functitan.remat_policies import (
+    Policy,
+    dots_saveable,
+    everything_saveable,
+    nothing_saveable,
+    save_only_these_names,
+)
 from functitan.sharding import Rules
 from functitan.train import RunConfig, Task
 
 PyTree = Any
+_POLICIES: dict[str, Policy] = {p.name: p for p in (nothing_saveable, everything_saveable, dots_saveable)}
 RematName = Literal["nothing_saveable", "everything_saveable", "dots_saveable", "save_only_these_names"]
 
 
@@ -144,20 +152,20 @@ class Recipe:
         """A changed copy."""
         return dataclasses.replace(self, **changes)
 
-    def remat_policy(self) -> Any:
+    def remat_policy(self) -> Policy | None:
         """The policy of :mod:`functitan.remat` that ``remat`` names; None for the default.
 
         Raises:
             ConfigError: ``save_names`` without the policy that reads them.
         """
         if self.remat == "save_only_these_names":
-            return remat.save_only_these_names(*self.save_names)
+            return save_only_these_names(*self.save_names)
         if self.save_names:
             raise ConfigError(
                 f"recipe {self.name}: save_names={','.join(self.save_names)} is read by "
                 f"remat=save_only_these_names, and remat is {self.remat}. Set both."
             )
-        return None if self.remat is None else getattr(remat, self.remat)
+        return None if self.remat is None else _POLICIES[self.remat]
 
     def task(self, corpus: Corpus | None = None) -> Task:
         """What the training loop takes; reads the corpus unless it is given."""

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from functitan import remat
 from functitan.errors import ConfigError
 from functitan.nn.models import llama3
 from functitan.recipes import RECIPES, load_recipe, override, parse_mesh, settings, with_mesh
 from functitan.recipes.overrides import fields_of
 from functitan.recipes.parse import parse_value
+from functitan.remat_policies import dots_saveable, save_only_these_names
 
 
 @pytest.fixture
@@ -63,7 +63,9 @@ def test_settings_are_parsed_by_type(debug):
     assert changed.model.rope_scaling.factor == 4.0
     assert changed.rules.names["seq"] == () and changed.rules.names["batch"] == ("data", "fsdp", "tensor")
     assert changed.rules.storage["mlp"] == ("fsdp",) and changed.rules.storage["embed"] == ("fsdp",)
-    assert changed.remat_policy() is remat.dots_saveable
+    assert changed.remat_policy() is dots_saveable
+    named = override(debug, ["remat=save_only_these_names", "save_names=q,attention_out"])
+    assert named.remat_policy() == save_only_these_names("attention_out", "q")
     assert override(debug, ["model.rope_scaling=none"]).model.rope_scaling is None
     assert debug == load_recipe("llama3-debug")
 

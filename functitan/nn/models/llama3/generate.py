@@ -133,14 +133,15 @@ def generate(
             f"generate with temperature={temperature} and key={key}: pass a temperature >= 0, and above 0 "
             "also key=ft.random.key(seed)."
         )
-    rows: list[torch.Tensor] = [prompt_BS]
-    if max_new_tokens > 0:
-        logits_BV, cache = prefill(params, prompt_BS, config, prompt_BS.shape[1] + max_new_tokens - 1)
-    for i in range(max_new_tokens):
-        if i:
-            logits_BV, cache = decode(params, rows[-1][:, 0], cache, config)
-        rows.append(_choose(logits_BV[:, :valid_ids], temperature, key, i).unsqueeze(-1))
-    return torch.cat(rows, dim=1)
+    if max_new_tokens < 1:
+        return prompt_BS
+    # The last token is chosen and never read, so it needs no slot.
+    logits_BV, cache = prefill(params, prompt_BS, config, prompt_BS.shape[1] + max_new_tokens - 1)
+    chosen = [_choose(logits_BV[:, :valid_ids], temperature, key, 0)]
+    for i in range(1, max_new_tokens):
+        logits_BV, cache = decode(params, chosen[-1], cache, config)
+        chosen.append(_choose(logits_BV[:, :valid_ids], temperature, key, i))
+    return torch.cat([prompt_BS, torch.stack(chosen, dim=1)], dim=1)
 
 
 def _choose(logits_BV: torch.Tensor, temperature: float, key: Any, index: int) -> torch.Tensor:
