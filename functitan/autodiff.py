@@ -172,7 +172,7 @@ def _linearize(f: _FlatFunction, leaves: list[torch.Tensor]) -> tuple[list[torch
             return outs
 
         kept: list[Any] = []
-        outs, vjp_fn = torch.func.vjp(run, *leaves)
+        outs, vjp_fn = torch.func.vjp(run, *leaves)[:2]
         return list(outs), kept[0], lambda cotangents, again=True: list(vjp_fn(list(cotangents)))
 
     # A leaf of an outer derivative keeps its history; a view, so that only uses in here count.

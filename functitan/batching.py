@@ -62,11 +62,12 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         outs = torch.func.vmap(flat, in_dims=mapped, randomness="error")(*tensors)
         out = tree.unflatten(found["tree"], outs)
         places = _broadcast(out_axes, out, "out_axes", name)
-        if any(p is None for p in places):
+        placed = [o.movedim(0, p) for o, p in zip(outs, places, strict=True) if p is not None]
+        if len(placed) < len(outs):
             raise TreeError(
                 f"vmap of {name}: out_axes {out_axes!r} holds None; give the dim of the examples."
             )
-        return tree.unflatten(found["tree"], [o.movedim(0, p) for o, p in zip(outs, places, strict=True)])
+        return tree.unflatten(found["tree"], placed)
 
     return call
 

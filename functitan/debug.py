@@ -41,7 +41,7 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:
     torch.ops.functitan.debug_print.default(values, text)
 
 
-@torch.library.impl(_NAME, "CompositeExplicitAutograd")
+@torch.library.impl(_NAME, "CompositeExplicitAutograd")  # type: ignore[misc]
 def _kernel(values: Sequence[torch.Tensor], fmt: str) -> torch.Tensor:
     builtins.print(fmt.format(*values))
     return _token()

@@ -39,7 +39,7 @@ def threefry(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.ops.functitan.threefry.default(key, index)
 
 
-@torch.library.impl(_NAME, "CompositeExplicitAutograd")
+@torch.library.impl(_NAME, "CompositeExplicitAutograd")  # type: ignore[misc]
 def _kernel(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     # int32 arithmetic wraps modulo 2**32, which is what the cipher is made of; it takes half the memory
     # traffic of masked int64 words. Right shifts are arithmetic, so they are masked.
