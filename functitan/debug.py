@@ -13,13 +13,16 @@ from functitan.errors import ArgumentError
 
 _NAME = "functitan::debug_print"
 torch.library.define(_NAME, "(Tensor[] values, str fmt) -> Tensor")
+# What the lowering puts in its place on a mesh: every rank runs it, the one where ``here`` is true prints.
+_WHERE = "functitan::debug_print_where"
+torch.library.define(_WHERE, "(Tensor here, Tensor[] values, str fmt) -> Tensor")
 
 
 def print(fmt: str, *args: Any, **kwargs: Any) -> None:
     """Print values when the function runs, as ``jax.debug.print`` does: ``print("loss {l:.3f}", l=loss)``.
 
-    On plain tensors it prints at once. In a compiled function it becomes a node, and each run prints; on a
-    mesh, every rank prints what it holds.
+    On plain tensors it prints at once. In a compiled function it becomes a node, and each run prints, once: the
+    values must be whole on every rank (replicated), and the first rank prints.
 
     Args:
         fmt: a format string for ``str.format``.
@@ -41,14 +44,26 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:
     torch.ops.functitan.debug_print.default(values, text)
 
 
-@torch.library.impl(_NAME, "CompositeExplicitAutograd")  # type: ignore[misc]
 def _kernel(values: Sequence[torch.Tensor], fmt: str) -> torch.Tensor:
     builtins.print(fmt.format(*values))
     return _token()
 
 
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _kernel)
+
+
 @torch.library.register_fake(_NAME)
 def _fake(values: Sequence[torch.Tensor], fmt: str) -> torch.Tensor:
+    return _token()
+
+
+@torch.library.impl(_WHERE, "CompositeExplicitAutograd")
+def _kernel_where(here: torch.Tensor, values: Sequence[torch.Tensor], fmt: str) -> torch.Tensor:
+    return _kernel(values, fmt) if bool(here) else _token()
+
+
+@torch.library.register_fake(_WHERE)
+def _fake_where(here: torch.Tensor, values: Sequence[torch.Tensor], fmt: str) -> torch.Tensor:
     return _token()
 
 

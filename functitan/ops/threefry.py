@@ -39,7 +39,6 @@ def threefry(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.ops.functitan.threefry.default(key, index)
 
 
-@torch.library.impl(_NAME, "CompositeExplicitAutograd")  # type: ignore[misc]
 def _kernel(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     # int32 arithmetic wraps modulo 2**32, which is what the cipher is made of; it takes half the memory
     # traffic of masked int64 words. Right shifts are arithmetic, so they are masked.
@@ -51,6 +50,9 @@ def _kernel(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         high, low = _rounds(schedule, (part >> 32).to(torch.int32), part.to(torch.int32))
         out[start : start + _CHUNK] = (high.to(torch.int64) << 32) | (low.to(torch.int64) & _MASK)
     return out.view(index.shape)
+
+
+torch.library.impl(_NAME, "CompositeExplicitAutograd", _kernel)
 
 
 @torch.library.register_fake(_NAME)
