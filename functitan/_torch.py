@@ -75,3 +75,84 @@ def shapes_only(leaves: list[object]) -> Iterator[Callable[[torch.Tensor], torch
     mode = FakeTensorMode(allow_non_fake_inputs=True) if outer is None else outer
     with _disable_current_modes(), mode:
         yield lambda t: t if isinstance(t, FakeTensor) else mode.from_tensor(t)
+
+
+class DTensorPropagation:
+    """DTensor's sharding propagation over one axis, with every implicit redistribution forbidden.
+
+    Runs on meta tensors. Where no process group is, a fake one exists inside the ``with`` block.
+
+    Args:
+        world: the largest axis that will be asked about.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._own_group = False
+
+    def __enter__(self) -> DTensorPropagation:
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        if not dist.is_initialized():
+            dist.init_process_group("fake", rank=0, world_size=self._world, store=FakeStore())
+            self._own_group = True
+        self._meshes: dict[int, object] = {}
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        import torch.distributed as dist
+
+        self._meshes.clear()
+        if self._own_group:
+            dist.destroy_process_group()
+            self._own_group = False
+
+    def propagate(self, op, build, operands, n):  # type: ignore[no-untyped-def]
+        """The placements of the outputs, or None where DTensor would redistribute or does not know the op.
+
+        Args:
+            op: an aten overload.
+            build: given a function from operand number to tensor, gives args and kwargs.
+            operands: (shape, dtype, placement) each; a placement is (kind, dim, split factor).
+            n: the axis size.
+        """
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+        from torch.distributed.tensor._utils import ExplicitRedistributionContext
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        if n not in self._meshes:
+            self._meshes[n] = DeviceMesh("cpu", torch.arange(n), _init_backend=False)
+        mesh = self._meshes[n]
+
+        def make(i: int) -> object:
+            shape, dtype, (kind, dim, factor) = operands[i]
+            local = list(shape)
+            if kind == "shard":
+                local[dim] //= n
+                placed = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+            else:
+                placed = Partial() if kind == "partial" else Replicate()
+            return DTensor.from_local(
+                torch.empty(local, dtype=dtype, device="meta"), mesh, [placed], run_check=False
+            )
+
+        def back(placed) -> tuple[str, int, int]:  # type: ignore[no-untyped-def]
+            if isinstance(placed, _StridedShard):
+                return ("shard", placed.dim, placed.split_factor)
+            if placed.is_shard():
+                return ("shard", placed.dim, 1)
+            if placed.is_partial():
+                return ("partial", 0, 0) if placed.reduce_op == "sum" else (placed.reduce_op, 0, 0)
+            return ("replicate", 0, 0)
+
+        args, kwargs = build(make)
+        try:
+            with ExplicitRedistributionContext(strict=True), torch.no_grad():
+                out = op(*args, **kwargs)
+        except Exception:
+            # Refusing to redistribute, lacking a strategy, and failing inside one all mean: no opinion.
+            return None
+        outs = out if isinstance(out, (list, tuple)) else [out]
+        return [back(o.placements[0]) for o in outs]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_EFFECTS = ("functitan::debug_print",)
+_EFFECTS = ("functitan::debug_print", "functitan::debug_print_where")
 
 
 def value(node: fx.Node) -> Any:

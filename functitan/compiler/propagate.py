@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 from functitan import _torch
 from functitan.compiler import calls, messages, nodes, reshard
 from functitan.compiler.emit import Emitter, Origin
-from functitan.compiler.values import Value
+from functitan.compiler.values import Applied, Value
 from functitan.errors import ShardingError
 from functitan.sharding.layout import Layout, Unsplittable, canonical, replicated, without
 from functitan.sharding.logical import Rules
@@ -272,7 +272,14 @@ class Propagator:
     def _emit_for(self, call: Call, operands: list[Value], eq: Equation, layout: Layout) -> fx.Node:
         layouts = operand_layouts(eq, call, layout, self.sizes)
         local = [self.read(v, lay) for v, lay in zip(operands, layouts, strict=True)]
-        return self._local_call(call, eq, local, layouts, [layout])[0]
+        node = self._local_call(self.emitter, call, eq, local, layouts, [layout])[0]
+        node.meta["applied"] = Applied(
+            call,
+            tuple(layouts),
+            (layout,),
+            lambda emitter, ops: self._local_call(emitter, call, eq, ops, layouts, [layout]),
+        )
+        return node
 
     def _emit(self, call: Call, operands: list[Value], eq: Equation, solution: Solution, node: fx.Node) -> Any:
         why = f"{_name(call)} reads it"
@@ -280,33 +287,58 @@ class Propagator:
             None if i in eq.refs else self.read(v, lay, why)
             for i, (v, lay) in enumerate(zip(operands, solution.operands, strict=True))
         ]
-        outs = self._local_call(call, eq, local, solution.operands, solution.outputs)
+        outs, layouts = self._reduced(self.emitter, call, eq, local, solution)
+        outs[0].meta["applied"] = Applied(
+            call,
+            tuple(solution.operands),
+            tuple(layouts),
+            lambda emitter, ops: self._reduced(emitter, call, eq, ops, solution)[0],
+        )
         results: list[Value] = []
-        for out, layout, typ in zip(outs, solution.outputs, call.outputs, strict=True):
-            if layout.pending and eq.reduce != "sum":
-                out = self.emitter.reduce(out, layout.pending, eq.reduce, layout)
-                layout = layout.settled()
+        for out, layout, typ in zip(outs, layouts, call.outputs, strict=True):
             made = self.value(typ, layout, out)
             if eq.through_storage:
                 made.param = operands[0].param
             results.append(made)
         return results[0] if isinstance(nodes.value(node), torch.Tensor) else results
 
+    def _reduced(
+        self, emitter: Emitter, call: Call, eq: Equation, local: Sequence[Any], solution: Solution
+    ) -> tuple[list[fx.Node], list[Layout]]:
+        """The local ops of a call; parts of a maximum and the like are joined at once."""
+        outs = self._local_call(emitter, call, eq, local, solution.operands, solution.outputs)
+        if eq.reduce == "sum":
+            return outs, solution.outputs
+        joined = [
+            emitter.reduce(out, layout.pending, eq.reduce, layout) if layout.pending else out
+            for out, layout in zip(outs, solution.outputs, strict=True)
+        ]
+        return joined, [layout.settled() for layout in solution.outputs]
+
     def _local_call(
-        self, call: Call, eq: Equation, local: Sequence[Any], ins: Sequence[Layout], outs: Sequence[Layout]
+        self, emitter: Emitter, call: Call, eq: Equation, local: Sequence[Any], ins: Sequence[Layout], outs: Sequence[Layout]
     ) -> list[fx.Node]:
         if eq.emit is not None:
-            return eq.emit(self.emitter, call, local, ins, outs)
+            return eq.emit(emitter, call, local, ins, outs)
         args, kwargs = (call.args, call.kwargs) if eq.local is None else eq.local(call, ins, outs)
         fill = lambda a: local[a.index] if isinstance(a, Operand) else a  # noqa: E731
-        node = self.emitter.call(call.op, *_map(fill, args), **_map(fill, dict(kwargs)))
+        node = emitter.call(call.op, *_map(fill, args), **_map(fill, dict(kwargs)))
         if len(outs) == 1 and not isinstance(node.meta["val"], list | tuple):
             return [node]
-        return [self.emitter.call(operator.getitem, node, i) for i in range(len(outs))]
+        return [emitter.call(operator.getitem, node, i) for i in range(len(outs))]
 
     def _factory(self, call: Call, operands: list[Value], found: Factory) -> Value:
         made = Value(call.outputs[0], None)
-        made.make = lambda layout: found.emit(self.emitter, call, layout)
+
+        def make(layout: Layout) -> fx.Node:
+            node = found.emit(self.emitter, call, layout)
+            if found.like is None and not operands:
+                node.meta["applied"] = Applied(
+                    call, (), (layout,), lambda emitter, ops: [found.emit(emitter, call, layout)]
+                )
+            return node
+
+        made.make = make
         if found.like is not None:
             like = operands[found.like]
             made.preferred = like.layout.settled() if like.layout is not None else like.preferred
@@ -341,6 +373,12 @@ class Propagator:
         out = replace(layout, dims=tuple(canonical(d) for d in dims))
         target, args = found.local(out.local_shape)
         local = self.emitter.call(target, self.read(v, layout, f"{_name(call)} cuts the dim"), *args)
+        local.meta["applied"] = Applied(
+            call,
+            (Layout(layout.dims, layout.pending),),
+            (Layout(out.dims, out.pending),),
+            lambda emitter, ops: [emitter.call(target, ops[0], *args)],
+        )
         made = self.value(typ, out, local)
         made.param = v.param
         return made

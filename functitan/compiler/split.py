@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from functitan.compiler import nodes
 from functitan.ops import attention, grouped_mm  # noqa: F401 (register their ops)
 
 aten = torch.ops.aten
@@ -103,15 +104,17 @@ def split(
         saved values, tangents -> gradients) or None, the indices of kept inputs, and the saved nodes.
     """
     coordinates = [n for n in graph.nodes if n.op == "placeholder" and "coordinate" in n.meta]
+    effects = [n for n in graph.nodes if nodes.has_effect(n)]
     if not gradients:
-        return _extract(graph, [*coordinates, *inputs], outs), None, [], []
+        return _extract(graph, [*coordinates, *inputs], outs, effects), None, [], []
     late = depends_on(graph, tangents)
     early = ancestors(outs)
+    late_effects = [n for n in effects if n in late]
     may_save = saveable(policy)
     kept: set[fx.Node] = set()
     saved: list[fx.Node] = []
     seen: set[fx.Node] = set()
-    stack = list(gradients)
+    stack = [*gradients, *late_effects]
     while stack:
         node = stack.pop()
         if node in seen:
@@ -128,15 +131,22 @@ def split(
     order = {n: i for i, n in enumerate(graph.nodes)}
     saved.sort(key=order.__getitem__)
     kept_inputs = [i for i, n in enumerate(inputs) if n in kept]
-    forward = _extract(graph, [*coordinates, *inputs], [*outs, *saved])
+    forward = _extract(
+        graph, [*coordinates, *inputs], [*outs, *saved], [n for n in effects if n not in late]
+    )
     backward = _extract(
-        graph, [*coordinates, *(inputs[i] for i in kept_inputs), *saved, *tangents], gradients
+        graph,
+        [*coordinates, *(inputs[i] for i in kept_inputs), *saved, *tangents],
+        gradients,
+        late_effects,
     )
     return forward, backward, kept_inputs, saved
 
 
-def _extract(graph: fx.Graph, inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> fx.Graph:
-    """A graph of its own from some values of a graph to others; inputs become placeholders."""
+def _extract(
+    graph: fx.Graph, inputs: Sequence[fx.Node], outs: Sequence[fx.Node], effects: Sequence[fx.Node]
+) -> fx.Graph:
+    """A graph of its own from some values of a graph to others, with some effects; inputs become placeholders."""
     made = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -144,7 +154,7 @@ def _extract(graph: fx.Graph, inputs: Sequence[fx.Node], outs: Sequence[fx.Node]
         env[node].meta = dict(node.meta)
         env[node].meta.pop("collective", None)
     needed: set[fx.Node] = set()
-    stack = [n for n in outs if n not in env]
+    stack = [n for n in (*outs, *effects) if n not in env]
     while stack:
         node = stack.pop()
         if node in needed or node in env:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
 from functitan.sharding.layout import Layout
-from functitan.sharding.op_rules.base import TensorType
+from functitan.sharding.op_rules.base import Call, TensorType
 
 
 @dataclass(eq=False)
@@ -37,6 +38,28 @@ class Value:
     param: str = ""
     passed: bool = False
     resolved: list[Layout] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Applied:
+    """How a rule was applied to a call.
+
+    Attributes:
+        call: the global call.
+        operands, outputs: the layouts it was given and gave.
+        emit: makes the local ops: (emitter, local operands) -> local outputs.
+    """
+
+    call: Call
+    operands: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    emit: Callable[[Any, list[Any]], list[Any]]
+
+    @property
+    def key(self) -> Any:
+        """Calls with equal keys are checked once."""
+        c = self.call
+        return (str(c.op), repr(c.args), repr(sorted(c.kwargs.items())), c.operands, self.operands, self.outputs)
 
 
 class Opaque:

@@ -62,8 +62,10 @@ class Compiled:
                 "mesh of ft.make_mesh."
             )
         columns = self._inputs(args)
-        outs = runner.run([c[0] for c in columns] if isinstance(runner, Eager) else columns)
-        ranked = [[o] for o in outs] if isinstance(runner, Eager) else outs
+        if isinstance(runner, Eager):
+            ranked = [[o] for o in runner.run([c[0] for c in columns])]
+        else:
+            ranked = runner.graph("step", program.graph, columns)
         results: list[Any] = []
         for parts, layout, typ in zip(ranked, program.out_layouts, program.out_types, strict=True):
             whole = not layout.axes
@@ -124,7 +126,7 @@ class Compiled:
             return None
         if self._mesh.size == 1:
             return Eager(program, {a: 0 for a in self._mesh.names})
-        return Lockstep(program)
+        return Lockstep(self._mesh, program.bodies)
 
     def _names(self, n: int) -> list[str]:
         try:

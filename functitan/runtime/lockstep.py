@@ -13,9 +13,10 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from functitan.compiler import program as targets
-from functitan.compiler.program import LoweredBody, Program
+from functitan.compiler.program import LoweredBody
 from functitan.runtime import collectives
 from functitan.runtime.scan import scan_backward, scan_forward
+from functitan.sharding.mesh import Mesh
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 Ranked = list[Any]
@@ -25,25 +26,23 @@ class Lockstep:
     """Runs a program's graphs on per-rank values.
 
     Args:
-        program: what to run.
+        mesh: the simulated mesh.
+        bodies: the lowered bodies that graphs call.
         observe: called with graph name, node and per-rank values after every call, for checks.
     """
 
     def __init__(
-        self, program: Program, observe: Callable[[str, fx.Node, Ranked], None] | None = None
+        self,
+        mesh: Mesh,
+        bodies: dict[str, LoweredBody],
+        observe: Callable[[str, fx.Node, Ranked], None] | None = None,
     ) -> None:
-        self._program = program
-        self._groups = collectives.Groups(program.mesh)
+        self._bodies = bodies
+        self._groups = collectives.Groups(mesh)
         self._observe = observe
-        self.ranks = program.mesh.size
-        self._coordinates = [
-            {a: torch.tensor(v) for a, v in c.items()} for c in program.mesh.coordinates()
-        ]
+        self.ranks = mesh.size
+        self._coordinates = [{a: torch.tensor(v) for a, v in c.items()} for c in mesh.coordinates()]
         self._last: dict[int, dict[fx.Node, list[fx.Node]]] = {}
-
-    def run(self, inputs: Sequence[Ranked]) -> list[Ranked]:
-        """The flat outputs of the program for its flat inputs."""
-        return self.graph("step", self._program.graph, inputs)
 
     def graph(self, name: str, graph: fx.Graph, inputs: Sequence[Ranked]) -> list[Ranked]:
         """Run one graph; inputs exclude the rank coordinates."""
@@ -93,7 +92,7 @@ class Lockstep:
 
     def _body(self, node: fx.Node, env: dict[fx.Node, Ranked]) -> Ranked:
         """Run a body; the results of all ranks become one list per rank, as ops with several outputs give."""
-        body: LoweredBody = self._program.bodies[str(node.args[0])]
+        body: LoweredBody = self._bodies[str(node.args[0])]
         groups = [[env[n] for n in a] for a in node.args if isinstance(a, list | tuple)]
         forward = lambda ins: self.graph(body.name, body.forward, ins)  # noqa: E731
         backward = lambda ins: self.graph(f"{body.name}.backward", body.backward, ins)  # type: ignore[arg-type]  # noqa: E731
@@ -129,3 +128,4 @@ class _RankedOps:
 
 
 _RANKED = _RankedOps()
+
