@@ -67,13 +67,15 @@ def _fake_where(here: torch.Tensor, values: Sequence[torch.Tensor], fmt: str) ->
     return _token()
 
 
-@torch.library.register_vmap(_NAME)
 def _vmap(info, in_dims, values, fmt):  # type: ignore[no-untyped-def]
     # One line per element of the batch, as if the function ran in a loop.
     for i in range(info.batch_size):
         rows = [v if d is None else v.select(d, i) for v, d in zip(values, in_dims[0], strict=True)]
         torch.ops.functitan.debug_print.default(rows, fmt)
     return _token(), None
+
+
+torch.library.register_vmap(_NAME, _vmap)
 
 
 def _token() -> torch.Tensor:

@@ -60,7 +60,6 @@ def _fake(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(index, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_vmap(_NAME)
 def _vmap(info, in_dims, key, index):  # type: ignore[no-untyped-def]
     key_dim, index_dim = in_dims
     if key_dim is None:  # pointwise: a batch of counters is a larger tensor of counters
@@ -68,6 +67,9 @@ def _vmap(info, in_dims, key, index):  # type: ignore[no-untyped-def]
     keys = key.movedim(key_dim, 0).unbind(0)
     rows = [index] * len(keys) if index_dim is None else list(index.movedim(index_dim, 0).unbind(0))
     return torch.stack([threefry(k, row) for k, row in zip(keys, rows, strict=True)]), 0
+
+
+torch.library.register_vmap(_NAME, _vmap)
 
 
 def _key_schedule(key: torch.Tensor) -> list[torch.Tensor]:
