@@ -41,7 +41,7 @@ class RunConfig:
     log_every: int = 10
     validate_every: int = 0
     sample_tokens: int = 256
-    temperature: float = 0.7
+    temperature: float = 1.0
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.log_every < 1 or min(self.validate_every, self.sample_tokens) < 0:
