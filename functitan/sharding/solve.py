@@ -58,9 +58,10 @@ def solve(
     chosen = _choose(eq, call, given, layouts, sizes, conflicts)
     operands, passed, masked = _pending(eq, call, layouts, chosen, sizes)
     outputs = []
-    for labels, out in zip(eq.outputs, call.outputs, strict=True):
+    for o, (labels, out) in enumerate(zip(eq.outputs, call.outputs, strict=True)):
         dims = tuple(_dim(label, n, chosen) for label, n in zip(labels, out.shape, strict=True))
         kept = {name for label, n in zip(labels, out.shape, strict=True) for name, _ in factors(label, n)}
+        kept |= {name for number, name in eq.apart if number == o}
         contracted = {a for name, dim in chosen.items() if name not in kept for a in _axes(dim)}
         pending = passed | contracted
         storage = frozenset().union(
@@ -109,6 +110,8 @@ def _choose(
     def weight(i: int) -> int:
         layout = layouts[i]
         assert layout is not None
+        if i in eq.refs:  # it only proposes a layout
+            return 0
         return math.prod(layout.local_shape) * call.operands[i].dtype.itemsize
 
     claims: dict[str, list[tuple[Dim, int]]] = {}
@@ -123,10 +126,10 @@ def _choose(
         )
     chosen: dict[str, Dim] = {}
     for name, rows in claims.items():
-        rows = sorted(rows, key=lambda r: (len(_axes(r[0])), weight(r[1])), reverse=True)
+        rows = sorted(rows, key=lambda r: (r[1] not in eq.refs, len(_axes(r[0])), weight(r[1])), reverse=True)
         best, owner = rows[0]
         for dim, i in rows[1:]:
-            if not _places(dim, sizes) <= _places(best, sizes):
+            if i not in eq.refs and not _places(dim, sizes) <= _places(best, sizes):
                 conflicts.append(
                     Conflict(
                         f"the same dim is split over {', '.join(_axes(best))} in one operand and over "
@@ -140,11 +143,9 @@ def _choose(
     for name in sorted(chosen, key=lambda n: weight(owners[n]), reverse=True):
         clash = [a for a in _axes(chosen[name]) if a in used]
         if clash:
-            conflicts.append(
-                Conflict(
-                    f'axis "{clash[0]}" splits two different dims of the op', (owners[used[clash[0]]], owners[name])
-                )
-            )
+            if owners[name] not in eq.refs:
+                who = (owners[used[clash[0]]], owners[name])
+                conflicts.append(Conflict(f'axis "{clash[0]}" splits two different dims of the op', who))
             chosen[name] = without(Layout((chosen[name],)), clash, sizes).dims[0]
         used.update({a: name for a in _axes(chosen[name])})
     for rows in given:

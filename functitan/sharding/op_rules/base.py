@@ -104,6 +104,8 @@ class Equation:
         local: local arguments, when sizes stand among them.
         emit: other local ops, when the op itself is not the local one.
         otherwise: what to use instead where a dim that must be whole is split.
+        apart: (output, label): the output does not have the label because it does not depend on it, so that
+            splitting the label leaves nothing pending there.
     """
 
     inputs: tuple[Labels, ...]
@@ -115,6 +117,7 @@ class Equation:
     local: LocalArguments | None = None
     emit: Emit | None = None
     otherwise: Decompose | None = None
+    apart: frozenset[tuple[int, str]] = frozenset()
 
 
 @dataclass(frozen=True)
