@@ -21,8 +21,8 @@ torch.library.define(_WHERE, "(Tensor here, Tensor[] values, str fmt) -> Tensor"
 def print(fmt: str, *args: Any, **kwargs: Any) -> None:
     """Print values when the function runs, as ``jax.debug.print`` does: ``print("loss {l:.3f}", l=loss)``.
 
-    On plain tensors it prints at once. In a compiled function it becomes a node, and each run prints, once: the
-    values must be whole on every rank (replicated), and the first rank prints.
+    On plain tensors it prints at once. In a compiled function it becomes a node, and each run prints, once:
+    the values must be whole on every rank (replicated), and the first rank prints.
 
     Args:
         fmt: a format string for ``str.format``.

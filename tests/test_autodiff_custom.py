@@ -10,9 +10,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from functitan import tree
-from functitan.annotations import activate
+from functitan.annotations import activate, region
 from functitan.autodiff import grad, value_and_grad
 from functitan.autodiff_custom import custom_vjp
+from functitan.compiler.trace import trace
 from functitan.errors import GradientError
 
 torch.set_num_threads(1)
@@ -190,6 +191,16 @@ def test_a_call_while_annotations_are_active():
 class _Identity:
     def use_params(self, params):
         return params
+
+
+def test_a_tensor_captured_by_a_region_gets_its_gradient():
+    f = _make(2.0)
+
+    def step(w, x):
+        return grad(lambda w: region(lambda x: f(w, x))(x).sum())(w)
+
+    (body,) = trace(step, [Y, X]).bodies.values()
+    assert body.n_inputs == 2 and body.gradient_of == [1]
 
 
 def test_composes_with_vmap():
