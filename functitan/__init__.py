@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# The name of the __future__ feature would hide the submodule of that name from ``from functitan import annotations``.
+del annotations
+
 if TYPE_CHECKING:
     from spmd_types import PartitionSpec as P
 
@@ -17,11 +20,11 @@ if TYPE_CHECKING:
     from functitan.batching import vmap
     from functitan.runtime.check import check
     from functitan.compiler.program import Program
-    from functitan.custom_vjp import custom_vjp
+    from functitan.autodiff_custom import custom_vjp
     from functitan.errors import FunctitanError
     from functitan.runtime.compiled import Compiled, compile
     from functitan.train.init import abstract_init, init
-    from functitan.remat import (
+    from functitan.remat_policies import (
         dots_saveable,
         everything_saveable,
         nothing_saveable,
@@ -43,13 +46,13 @@ _HOME = {
     "vmap": ("functitan.batching", ""),
     "check": ("functitan.runtime.check", ""),
     "Program": ("functitan.compiler.program", ""),
-    "custom_vjp": ("functitan.custom_vjp", ""),
+    "custom_vjp": ("functitan.autodiff_custom", ""),
     "FunctitanError": ("functitan.errors", ""),
     **dict.fromkeys(("Compiled", "compile"), ("functitan.runtime.compiled", "")),
     **dict.fromkeys(("init", "abstract_init"), ("functitan.train.init", "")),
     **dict.fromkeys(
         ("dots_saveable", "everything_saveable", "nothing_saveable", "remat", "save_only_these_names"),
-        ("functitan.remat", ""),
+        ("functitan.remat_policies", ""),
     ),
     **dict.fromkeys(("Array", "array_from_process_local", "device_put"), ("functitan.sharding.array", "")),
     "Rules": ("functitan.sharding.logical", ""),

@@ -67,7 +67,7 @@ def use_param(p: Propagator, node: fx.Node) -> Value:
 
 def param_gradient(p: Propagator, node: fx.Node) -> Value:
     """Lay a gradient out as its parameter, reduced in ``reduce_dtype`` at least."""
-    v, param = (p.env[a] for a in node.args)
+    v, param = (p.env[a] for a in node.args[:2])
     target = param.layout or replicated(v.type.shape)
     layout = Layout(target.dims, storage=target.storage)
     return p.value(v.type, layout, reduced_gradient(p, v, layout, param.param))

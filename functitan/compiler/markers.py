@@ -25,8 +25,8 @@ BODIES: weakref.WeakValueDictionary[str, Body] = weakref.WeakValueDictionary()
 _LIB = torch.library.Library("functitan", "FRAGMENT")
 _LIB.define("constrain(Tensor x, str spec) -> Tensor")
 _LIB.define("constrain_like(Tensor x, Tensor like) -> Tensor")
-_LIB.define("use_param(Tensor param) -> Tensor")
-_LIB.define("param_gradient(Tensor gradient, Tensor param) -> Tensor")
+_LIB.define("use_param(Tensor param, int place) -> Tensor")
+_LIB.define("param_gradient(Tensor gradient, Tensor param, int place) -> Tensor")
 _LIB.define("checkpoint_name(Tensor x, str name) -> Tensor")
 _LIB.define("region(Tensor[] inputs, str body) -> Tensor[]")
 _LIB.define("region_backward(Tensor token, Tensor[] cotangents, str body) -> Tensor[]")
@@ -48,6 +48,11 @@ def _save_operand(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[0])
 
 
+def _save_param(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.place = inputs[1]
+
+
 torch.library.register_autograd(
     "functitan::constrain",
     lambda ctx, g: (ops.constrain_like(g, ctx.saved_tensors[0]), None),
@@ -57,11 +62,11 @@ torch.library.register_autograd(
 torch.library.register_autograd("functitan::constrain_like", lambda ctx, g: (g, None), lib=_LIB)
 torch.library.register_autograd(
     "functitan::use_param",
-    lambda ctx, g: ops.param_gradient(g, ctx.saved_tensors[0]),
-    setup_context=_save_operand,
+    lambda ctx, g: (ops.param_gradient(g, ctx.saved_tensors[0], ctx.place), None),
+    setup_context=_save_param,
     lib=_LIB,
 )
-torch.library.register_autograd("functitan::param_gradient", lambda ctx, g: (g, None), lib=_LIB)
+torch.library.register_autograd("functitan::param_gradient", lambda ctx, g: (g, None, None), lib=_LIB)
 torch.library.register_autograd("functitan::checkpoint_name", lambda ctx, g: (g, None), lib=_LIB)
 
 

@@ -169,6 +169,10 @@ class Propagator:
 
     def _settle(self, node: fx.Node, result: Any) -> Any:
         """Resolve a pending sum where it is made, when one of several readers needs it resolved."""
+        for i, v in enumerate(result if isinstance(result, list) else [result]):
+            if isinstance(v, Value) and v.layout is not None:
+                for local in v.versions.values():
+                    local.meta.setdefault("source", (node.name, i))
         if isinstance(result, Value):
             result.source = node
             if node in self.settle_at and result.layout is not None and result.layout.pending:

@@ -103,6 +103,7 @@ class TracingAnnotator:
         self._traced = traced
         self._swaps: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
         self._seen: dict[Any, tuple[Body, list[int], Any]] = {}
+        self._places = itertools.count()
 
     def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor:
         return markers.ops.constrain(x, markers.encode_spec(spec, pending, x.ndim))
@@ -111,7 +112,7 @@ class TracingAnnotator:
         return markers.ops.checkpoint_name(x, name)
 
     def use_params(self, params: Any) -> Any:
-        return tree.map(markers.ops.use_param, params)
+        return tree.map(lambda p: markers.ops.use_param(p, next(self._places)), params)
 
     def region(self, f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         leaves, in_tree = tree.flatten(args)

@@ -27,14 +27,19 @@ def local_part(x: torch.Tensor, layout: Layout, coordinates: dict[str, int], mes
 
 
 def assemble(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """The global tensor of all ranks' parts; the inverse of :func:`local_part`."""
+    """The global tensor of all ranks' parts, the inverse of :func:`local_part`; pending sums are added up."""
     digits = [d for dim in layout.dims for d in dim]
     local_digits = [d for d in digits if isinstance(d, int)]
-    wide = parts[0].new_empty(_digits(layout, mesh.shape))
+    wides: dict[tuple[int, ...], torch.Tensor] = {}
     for part, coordinates in zip(parts, mesh.coordinates(), strict=True):
+        addend = tuple(coordinates[a] for a in layout.pending)
+        wide = wides.setdefault(addend, part.new_empty(_digits(layout, mesh.shape)))
         index = tuple(coordinates[d] if isinstance(d, str) else slice(None) for d in digits)
         wide[index] = part.reshape(local_digits)
-    return wide.reshape(layout.shape(mesh.shape))
+    total, *rest = (wides[k] for k in sorted(wides))
+    for wide in rest:
+        total = total + wide
+    return total.reshape(layout.shape(mesh.shape))
 
 
 class Array:
