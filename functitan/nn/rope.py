@@ -104,8 +104,8 @@ def apply_rope(
     wide_BSHK = x_BSHK.to(torch.promote_types(x_BSHK.dtype, torch.float32))
     cos_S1P, sin_S1P = cos_SP.unsqueeze(-2), sin_SP.unsqueeze(-2)
     pairs, pair_dim = ((-1, 2), -1) if layout == "interleaved" else ((2, -1), -2)
-    x_pairs = wide_BSHK.unflatten(-1, pairs)
-    a_BSHP, b_BSHP = x_pairs.select(pair_dim, 0), x_pairs.select(pair_dim, 1)
+    # unbind and stack are each other's gradient; an index would fill a whole zero tensor in backward.
+    a_BSHP, b_BSHP = wide_BSHK.unflatten(-1, pairs).unbind(pair_dim)
     rotated = torch.stack(
         [a_BSHP * cos_S1P - b_BSHP * sin_S1P, a_BSHP * sin_S1P + b_BSHP * cos_S1P], dim=pair_dim
     )
