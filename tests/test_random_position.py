@@ -83,10 +83,9 @@ def test_bits():
     _assert_position_independent(lambda index: threefry(_KEY, index), torch.arange(_LENGTH))
 
 
-@pytest.mark.parametrize("smallest", [0.0, 1e-8])
-def test_normal_quantile(smallest):
+def test_normal_quantile():
     q = random.uniform(_KEY, (_LENGTH,), torch.float64, -0.4999, 0.4999)
-    _assert_position_independent(lambda q, tail: normal_quantile(q, tail, smallest), q, 0.5 - q.abs())
+    _assert_position_independent(lambda q, tail: normal_quantile(q, tail), q, 0.5 - q.abs())
 
 
 _SAMPLERS = {
@@ -95,12 +94,12 @@ _SAMPLERS = {
     "randint": lambda: random.randint(_KEY, (_LENGTH,), -5, 1000),
 }
 for _dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    _SAMPLERS[f"uniform {_dtype}"] = lambda d=_dtype: random.uniform(_KEY, (_LENGTH,), d, -0.3, 1.7)
+# The others are float32 numbers rounded in narrower dtypes; the rounding is tested above.
+for _dtype in (torch.float64, torch.float32):
     _SAMPLERS |= {
-        f"uniform {_dtype}": lambda d=_dtype: random.uniform(_KEY, (_LENGTH,), d),
-        f"uniform scaled {_dtype}": lambda d=_dtype: random.uniform(_KEY, (_LENGTH,), d, -0.3, 1.7),
         f"normal {_dtype}": lambda d=_dtype: random.normal(_KEY, (_LENGTH,), d),
-        f"truncated_normal {_dtype}": lambda d=_dtype: random.truncated_normal(_KEY, -3, 3, (_LENGTH,), d),
-        f"truncated_normal far {_dtype}": lambda d=_dtype: random.truncated_normal(_KEY, 2, 9, (_LENGTH,), d),
+        f"truncated_normal {_dtype}": lambda d=_dtype: random.truncated_normal(_KEY, 2, 9, (_LENGTH,), d),
         f"gumbel {_dtype}": lambda d=_dtype: random.gumbel(_KEY, (_LENGTH,), d),
     }
 
