@@ -104,6 +104,7 @@ class TracingAnnotator:
         self._swaps: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
         self._seen: dict[Any, tuple[Body, list[int], Any]] = {}
         self._places = itertools.count()
+        self._used: dict[int, torch.Tensor] = {}
 
     def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor:
         return markers.ops.constrain(x, markers.encode_spec(spec, pending, x.ndim))
@@ -112,7 +113,14 @@ class TracingAnnotator:
         return markers.ops.checkpoint_name(x, name)
 
     def use_params(self, params: Any) -> Any:
-        return tree.map(lambda p: markers.ops.use_param(p, next(self._places)), params)
+        def use(p: torch.Tensor) -> torch.Tensor:
+            if id(p) not in self._used:
+                used = markers.ops.use_param(p, next(self._places))
+                self._used[id(used)] = used
+                return used
+            return p  # a model that marks its parameters inside a derivative that did
+
+        return tree.map(use, params)
 
     def region(self, f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         leaves, in_tree = tree.flatten(args)

@@ -201,6 +201,7 @@ class _GradientTap:
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor | None] = []
+        self._used: dict[int, torch.Tensor] = {}
 
     def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor:
         return x
@@ -222,9 +223,12 @@ class _GradientTap:
 
     def use_params(self, params: Any) -> Any:
         def tap(p: torch.Tensor) -> torch.Tensor:
+            if id(p) in self._used:
+                return p
             place = len(self.found)
             self.found.append(None)
             used = p.view_as(p)
+            self._used[id(used)] = used
             if used.requires_grad:
                 used.register_hook(lambda g: self.found.__setitem__(place, g.detach()))
             return used
