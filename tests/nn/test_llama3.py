@@ -1,9 +1,12 @@
 """Llama 3: golden counts, equality with transformers, generation."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from functitan import random, tree
+from functitan.autodiff import value_and_grad
 from functitan.errors import ConfigError
 from functitan.nn.models import llama3
 from functitan.nn.models.llama3 import FLAVORS, Llama3Config
@@ -164,6 +167,20 @@ def test_loss_does_not_depend_on_who_holds_which_sample():
     ]
     assert int(count) == 9
     torch.testing.assert_close(total, rows[0][0] + rows[1][0])
+
+
+def test_bfloat16_compute_keeps_float32_parameters_gradients_and_loss():
+    config = dataclasses.replace(TINY, compute_dtype=torch.bfloat16)
+    params, tokens = make_params(TINY), random.randint(random.key(6), (2, 9), 0, TINY.vocab)
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+
+    def mean(config):
+        return value_and_grad(lambda p: torch.div(*llama3.loss(p, batch, config)))(params)
+
+    assert llama3.forward(params, tokens, config).dtype == torch.bfloat16
+    (low, low_grads), (full, _) = mean(config), mean(TINY)
+    assert low.dtype == torch.float32 and all(g.dtype == torch.float32 for g in tree.leaves(low_grads))
+    torch.testing.assert_close(low, full, rtol=0.02, atol=0)
 
 
 def test_config_errors_come_together():
