@@ -70,7 +70,9 @@ def param_gradient(p: Propagator, node: fx.Node) -> Value:
     v, param = (p.env[a] for a in node.args[:2])
     target = param.layout or replicated(v.type.shape)
     layout = Layout(target.dims, storage=target.storage)
-    return p.value(v.type, layout, reduced_gradient(p, v, layout, param.param))
+    local = reduced_gradient(p, v, layout, param.param)
+    local.meta["gradient"] = param.param  # for reports
+    return p.value(v.type, layout, local)
 
 
 def reduced_gradient(p: Propagator, v: Value, layout: Layout, param: str) -> fx.Node:
@@ -78,11 +80,11 @@ def reduced_gradient(p: Propagator, v: Value, layout: Layout, param: str) -> fx.
     v.param = v.param or param
     wide = torch.promote_types(v.type.dtype, p.ctx.reduce_dtype)
     if v.layout is None or not v.layout.pending or wide == v.type.dtype:
-        return p.read(v, layout, "gradient")
+        return p.read(v, layout, f"gradient of {v.param or param}")
     own = p.emitter.call(aten._to_copy.default, p.read(v, v.layout), dtype=wide)
     raised = p.value(TensorType(v.type.shape, wide), v.layout, own)
     raised.param = v.param
-    return p.emitter.call(aten._to_copy.default, p.read(raised, layout, "gradient"), dtype=v.type.dtype)
+    return p.emitter.call(aten._to_copy.default, p.read(raised, layout, f"gradient of {v.param}"), dtype=v.type.dtype)
 
 
 def checkpoint_name(p: Propagator, node: fx.Node) -> Value:

@@ -61,6 +61,7 @@ def lower(
         outs = []
         names = tree.paths(tree.unflatten(traced.out_tree, list(range(traced.out_tree.num_leaves))))
         for name, node in zip(names, _outputs(traced.graph), strict=True):
+            p.at(node)
             layout, local = p.settled(p.env[node], f"output {name}")
             if not layout.is_spec:
                 p.problems.append(messages.irregular_output(name, p.env[node], layout))
@@ -111,6 +112,7 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
     def exit_of(p: Propagator, i: int) -> tuple[Layout, fx.Node]:
         if i not in local["exits"]:
             v: Value = p.env[out_nodes[i]]
+            p.at(out_nodes[i])
             layout = v.layout or v.preferred or replicated(v.type.shape)
             target = layout.settled() if i >= body.n_carry else _carry_exit(layout, layouts[i])
             local["exits"][i] = (Layout(target.dims), p.read(v, target, f"leaves {body.name}"))
@@ -130,6 +132,7 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
         found = []
         for i, node in zip(body.gradient_of, gradient_nodes, strict=True):
             target = Layout(layouts[i].dims, storage=layouts[i].storage)
+            p.at(node)
             found.append((target, reduced_gradient(p, p.env[node], target, params[i])))
         return outs + found
 

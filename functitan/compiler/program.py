@@ -2,43 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from functitan import tree
+from functitan.compiler.body_calls import (
+    BODY_CALLS,
+    call_body,
+    call_body_backward,
+    scan_body,
+    scan_body_backward,
+)
+from functitan.compiler.collectives import Collective, Collectives
+from functitan.compiler.cost import Cost, estimate
 from functitan.compiler.emit import Origin
+from functitan.compiler.hardware import Chip
+from functitan.compiler.memory import Memory, measure
+from functitan.compiler.report import summary, to_json
 from functitan.compiler.reshard import Move
+from functitan.compiler.text import body_names, program_text
+from functitan.errors import ConfigError
 from functitan.sharding.layout import Layout
 from functitan.sharding.mesh import Mesh
 from functitan.sharding.op_rules.base import TensorType
 
-
-def call_body(name: str, inputs: list[Any]) -> list[Any]:
-    """A node's target: run a lowered body forward. Backends put their own in its place."""
-    raise RuntimeError(f"the call of {name} has no backend")
-
-
-def call_body_backward(name: str, kept: list[Any], saved: list[Any], cotangents: list[Any]) -> list[Any]:
-    """A node's target: run a lowered body backward."""
-    raise RuntimeError(f"the call of {name} has no backend")
-
-
-def scan_body(name: str, length: int, inputs: list[Any]) -> list[Any]:
-    """A node's target: run a lowered body forward over the leading dim of its xs."""
-    raise RuntimeError(f"the scan of {name} has no backend")
-
-
-def scan_body_backward(
-    name: str, length: int, kept: list[Any], saved: list[Any], cotangents: list[Any]
-) -> list[Any]:
-    """A node's target: run a lowered body backward, last step first."""
-    raise RuntimeError(f"the scan of {name} has no backend")
-
-
-BODY_CALLS = (call_body, call_body_backward, scan_body, scan_body_backward)
+__all__ = [
+    "BODY_CALLS",
+    "Collective",
+    "Collectives",
+    "LoweredBody",
+    "Program",
+    "call_body",
+    "call_body_backward",
+    "scan_body",
+    "scan_body_backward",
+]
 
 
 @dataclass(eq=False)
@@ -78,41 +79,6 @@ class LoweredBody:
     remat: Any = None
 
 
-@dataclass(frozen=True)
-class Collective:
-    """Collectives of one place in a program, counted over a step.
-
-    Attributes:
-        kind, axes: what, over which mesh axes.
-        count: how often a step runs it (once per layer inside a scan).
-        nbytes: bytes that a rank sends each time.
-        dtype: of what is sent.
-        shape: local shape of the operand.
-        param: the path of the parameter or gradient that is moved, or "".
-        line: the user's line, or "".
-        backward: whether it belongs to a gradient.
-        why: what asked for it.
-        where: the body that it is in, or "step".
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    count: int
-    nbytes: int
-    dtype: str
-    shape: tuple[int, ...]
-    param: str
-    line: str
-    backward: bool
-    why: str
-    where: str
-
-    @property
-    def total(self) -> int:
-        """Bytes that a rank sends in a step."""
-        return self.count * self.nbytes
-
-
 @dataclass(eq=False)
 class Program:
     """A lowered function.
@@ -125,6 +91,7 @@ class Program:
         inputs, outputs: paths of the flat inputs and outputs.
         choices: layouts that were settled without being asked for: (line, sentence).
         unused_rules: logical names that nothing asked for.
+        donated: the flat inputs that are given up to the call.
     """
 
     name: str
@@ -140,6 +107,7 @@ class Program:
     out_tree: tree.TreeDef
     choices: list[tuple[str, str]] = field(default_factory=list)
     unused_rules: list[str] = field(default_factory=list)
+    donated: tuple[int, ...] = ()
 
     def graphs(self) -> Iterator[tuple[str, fx.Graph]]:
         """All graphs with their names: the step, then each body forward and backward."""
@@ -157,8 +125,9 @@ class Program:
         """The number of calls in all graphs, each body counted once."""
         return sum(n.op == "call_function" for _, g in self.graphs() for n in g.nodes)
 
-    def collectives(self) -> list[Collective]:
-        """Every collective, in program order, with count, bytes, and reason."""
+    def collectives(self) -> Collectives:
+        """Every collective, in program order, with count, bytes, and reason; ``print`` shows a table."""
+        names = body_names(self)
         found = []
         for where, node, count in self.calls():
             move: Move | None = node.meta.get("collective")
@@ -166,6 +135,7 @@ class Program:
                 continue
             origin: Origin = node.meta["origin"]
             val = node.args[0].meta["val"]  # type: ignore[union-attr]
+            body, late, _ = where.partition(".backward") if where.endswith(".backward") else (where, "", "")
             found.append(
                 Collective(
                     move.kind,
@@ -176,12 +146,55 @@ class Program:
                     tuple(val.shape),
                     origin.param,
                     str(origin.line or ""),
-                    origin.backward or where.endswith(".backward"),
+                    origin.backward or bool(late),
                     origin.why,
-                    where,
+                    names.get(body, body) + late,
                 )
             )
-        return found
+        return Collectives(found)
+
+    def text(self, body: str | None = None) -> str:
+        """The lowered code: a line per value with its local type, layout, op and source line.
+
+        Args:
+            body: "step", or the name of a body: its forward and backward. None for everything.
+
+        Raises:
+            ArgumentError: there is no such body.
+        """
+        return program_text(self, body)
+
+    def memory(self, groups: Mapping[str, str] | None = None) -> Memory:
+        """Bytes that a rank holds, by what holds them, and the peak by liveness.
+
+        Args:
+            groups: path prefixes of the inputs that are "parameters" and "optimizer" state; by default what is
+                called ``params`` and ``opt`` at or right below an argument.
+        """
+        return measure(self, groups)
+
+    def cost(self, hardware: str | Chip | None = None, groups: Mapping[str, str] | None = None) -> Cost:
+        """Operations, bytes and time of a step by first principles.
+
+        Args:
+            hardware: a chip's name, or a Chip; by default what the mesh was given.
+            groups: as for :meth:`memory`.
+
+        Raises:
+            ConfigError: no such chip, or none named.
+        """
+        if hardware is None and self.mesh.hardware is None:
+            raise ConfigError('cost needs a chip: write program.cost("h100"), or name it in abstract_mesh(...).')
+        return estimate(self, hardware or self.mesh.hardware or "", self.memory(groups).peak)
+
+    def to_json(self, hardware: str | Chip | None = None) -> str:
+        """All reports as JSON; bytes and counts are per rank and step."""
+        chosen = hardware or self.mesh.hardware
+        return to_json(self, self.memory(), None if chosen is None else self.cost(chosen))
+
+    def __str__(self) -> str:
+        cost = None if self.mesh.hardware is None else self.cost()
+        return summary(self, self.memory(), cost)
 
 
 def _calls(program: Program, where: str, graph: fx.Graph, times: int) -> Iterator[tuple[str, fx.Node, int]]:

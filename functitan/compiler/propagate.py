@@ -158,14 +158,17 @@ class Propagator:
         for node in graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            line = node.meta.get("line")
-            self.emitter.origin = Origin(line, bool(node.meta.get("backward")), str(node.name))
+            self.at(node)
             if node.op == "get_attr":
                 tensor = node.meta["constant"]
                 typ = TensorType(tuple(tensor.shape), tensor.dtype)
                 self.env[node] = self.value(typ, replicated(typ.shape), self.emitter.constant(tensor), node)
             else:
                 self.env[node] = self._settle(node, self.call(node))
+
+    def at(self, node: fx.Node) -> None:
+        """What is emitted next belongs to this global node."""
+        self.emitter.origin = Origin(node.meta.get("line"), bool(node.meta.get("backward")), str(node.name))
 
     def _settle(self, node: fx.Node, result: Any) -> Any:
         """Resolve a pending sum where it is made, when one of several readers needs it resolved."""
@@ -297,6 +300,7 @@ class Propagator:
             tuple(solution.operands),
             tuple(layouts),
             lambda emitter, ops: self._reduced(emitter, call, eq, ops, solution)[0],
+            eq.reduce,
         )
         results: list[Value] = []
         for out, layout, typ in zip(outs, layouts, call.outputs, strict=True):

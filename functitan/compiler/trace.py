@@ -7,6 +7,7 @@ backward take the line of the forward op that they differentiate.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -149,6 +150,16 @@ def make_graph(
     return graph
 
 
+def argument_names(f: Callable[..., Any], n: int) -> list[str]:
+    """The names of a function's first ``n`` parameters, for messages and paths."""
+    try:
+        parameters = inspect.signature(f).parameters
+    except (TypeError, ValueError):
+        parameters = {}
+    positional = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return [positional[i] if i < len(positional) else f"arg{i}" for i in range(n)]
+
+
 def trace(f: Callable[..., Any], args: Sequence[Any], names: Sequence[str] | None = None) -> Traced:
     """Trace ``f(*args)`` on global fake tensors.
 
@@ -163,7 +174,7 @@ def trace(f: Callable[..., Any], args: Sequence[Any], names: Sequence[str] | Non
     from functitan.compiler.region import TracingAnnotator
 
     name = getattr(f, "__name__", type(f).__name__)
-    names = names or [f"arg{i}" for i in range(len(args))]
+    names = names or argument_names(f, len(args))
     rows = [
         ("/".join([n, p]) if p else n, leaf)
         for n, a in zip(names, args, strict=True)

@@ -48,12 +48,14 @@ class Applied:
         call: the global call.
         operands, outputs: the layouts it was given and gave.
         emit: makes the local ops: (emitter, local operands) -> local outputs.
+        reduce: how the parts of a contracted dim were joined; anything but "sum" at once.
     """
 
     call: Call
     operands: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     emit: Callable[[Any, list[Any]], list[Any]]
+    reduce: str = "sum"
 
     @property
     def key(self) -> Any:

@@ -79,7 +79,7 @@ class CheckReport:
     def worst(self, kind: str) -> Row | None:
         """The leaf of a kind that differs most."""
         rows = [r for r in self.rows if r.kind == kind]
-        return max(rows, key=lambda r: (not r.ok, r.error)) if rows else None
+        return max(rows, key=lambda r: (not r.ok, r.error, r.tolerance)) if rows else None
 
     def __str__(self) -> str:
         words = {

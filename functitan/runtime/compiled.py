@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from functitan import tree
 from functitan.compiler.lower import lower
 from functitan.compiler.program import Program
-from functitan.compiler.trace import Traced, trace
+from functitan.compiler.trace import Traced, argument_names, trace
 from functitan.errors import ShardingError, TraceError, raise_batch
 from functitan.runtime.eager import Eager
 from functitan.runtime.lockstep import Lockstep
@@ -85,7 +84,7 @@ class Compiled:
         return columns
 
     def _program(self, args: tuple[Any, ...]) -> tuple[Program, Any]:
-        names = self._names(len(args))
+        names = argument_names(self._f, len(args))
         leaves, problems, layouts = [], [], []
         for name, arg in zip(names, args, strict=True):
             for path, leaf in tree.flatten_with_paths(arg)[0]:
@@ -118,8 +117,14 @@ class Compiled:
                 conflicts=self._conflicts,
                 reduce_dtype=self._reduce_dtype,
             )
+            program.donated = self._donated_leaves(args)
             self._programs[key] = (program, self._runner(program))
         return self._programs[key]
+
+    def _donated_leaves(self, args: tuple[Any, ...]) -> tuple[int, ...]:
+        """The flat inputs that belong to donated arguments."""
+        owners = [i for i, arg in enumerate(args) for _ in tree.leaves(arg)]
+        return tuple(leaf for leaf, i in enumerate(owners) if i in self._donated)
 
     def _runner(self, program: Program) -> Any:
         if self._mesh.kind == "abstract":
@@ -127,13 +132,6 @@ class Compiled:
         if self._mesh.size == 1:
             return Eager(program, {a: 0 for a in self._mesh.names})
         return Lockstep(self._mesh, program.bodies)
-
-    def _names(self, n: int) -> list[str]:
-        try:
-            parameters = list(inspect.signature(self._f).parameters)
-        except (TypeError, ValueError):
-            parameters = []
-        return [parameters[i] if i < len(parameters) else f"arg{i}" for i in range(n)]
 
     def _retraced(self, key: Any) -> str:
         last = list(self._programs)[-1]
