@@ -1,0 +1,208 @@
+"""How long a step takes by first principles: a roofline for each op, and a link's rate for each collective.
+
+Peak rates only: no launch times, no latencies, no stragglers. It is the time below which no implementation of the
+program can go, and the ratio of compute to communication that a sharding leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from functitan.columns import columns, human_bytes, human_count, human_seconds
+from functitan.compiler.flops import flops, moved_bytes
+from functitan.compiler.hardware import Chip, chip
+
+if TYPE_CHECKING:
+    from functitan.compiler.program import Program
+    from functitan.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Part:
+    """The costs of one graph over a step: times in seconds, bytes and operations per rank."""
+
+    flops: int
+    hbm: int
+    compute: float
+    communication: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a step costs a rank on a chip.
+
+    Attributes:
+        hardware: the chip's name.
+        flops: matrix operations.
+        hbm: bytes moved to and from memory, with pointwise ops fused.
+        sent: bytes sent to other ranks.
+        compute: seconds of compute: each op by the slower of its operations and its memory traffic.
+        parameters: seconds of collectives that move parameters and their gradients: they can run beside compute.
+        activations: seconds of the others, which compute waits for.
+        peak: bytes of memory at the peak.
+        memory: bytes of the chip's memory.
+        peak_flops: the chip's rate in the dtype in which most operations run.
+        axes: per mesh axis how many ranks of a group share a node.
+        parts: the costs by graph.
+    """
+
+    hardware: str
+    flops: int
+    hbm: int
+    sent: int
+    compute: float
+    parameters: float
+    activations: float
+    peak: int
+    memory: float
+    peak_flops: float
+    axes: Mapping[str, int]
+    parts: Mapping[str, Part]
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all collectives."""
+        return self.parameters + self.activations
+
+    @property
+    def serial(self) -> float:
+        """Seconds of a step without any overlap."""
+        return self.compute + self.communication
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of a step whose parameter and gradient collectives run beside compute where they fit."""
+        return max(self.compute, self.parameters) + self.activations
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the chip's memory."""
+        return self.peak <= self.memory
+
+    @property
+    def utilization(self) -> float:
+        """The share of the chip's peak rate that the overlapped step reaches."""
+        return self.flops / (self.overlapped * self.peak_flops) if self.overlapped else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """In a form that JSON can hold, with what is derived."""
+        derived = {k: getattr(self, k) for k in ("communication", "serial", "overlapped", "fits", "utilization")}
+        return dataclasses.asdict(self) | derived
+
+    def __str__(self) -> str:
+        need = f"{human_bytes(self.peak)} of {human_bytes(self.memory)}"
+        where = ", ".join(f"{a} {n} per node" for a, n in self.axes.items()) or "one device"
+        rows = [
+            ("memory", need, "fits" if self.fits else "DOES NOT FIT"),
+            ("matrix operations", human_count(self.flops)),
+            ("compute", human_seconds(self.compute)),
+            ("communication", human_seconds(self.communication), f"({where})"),
+            ("  parameters, gradients", human_seconds(self.parameters), "can run beside compute"),
+            ("  activations", human_seconds(self.activations), "compute waits for them"),
+            ("step without overlap", human_seconds(self.serial)),
+            ("step with overlap", human_seconds(self.overlapped), f"{self.utilization:.0%} of the peak rate"),
+        ]
+        title = f"on {self.hardware}, per rank, at peak rates"
+        return "\n".join([title, columns(rows, right=(1,))])
+
+
+def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
+    """The cost of a step of a program.
+
+    Args:
+        program: what runs.
+        hardware: a chip, or its name in the table of :mod:`functitan.compiler.hardware`.
+        peak: bytes of memory at the peak.
+    """
+    c = chip(hardware)
+    traffic: dict[str, Any] = {where: moved_bytes(graph) for where, graph in program.graphs()}
+    totals: dict[str, list[float]] = {}
+    by_dtype: dict[str, int] = {}
+    moved = {"parameters": 0.0, "activations": 0.0}
+    sent = 0
+    for where, node, times in program.calls():
+        row = totals.setdefault(where, [0, 0, 0.0, 0.0])
+        move = node.meta.get("collective")
+        if move is not None:
+            seconds = times * collective_seconds(move.kind, move.axes, move.nbytes, program.mesh, c)
+            row[3] += seconds
+            origin = node.meta["origin"]
+            beside = origin.gather or (origin.backward and bool(origin.param))
+            moved["parameters" if beside else "activations"] += seconds
+            sent += times * move.nbytes
+            continue
+        operations, nbytes = flops(node), traffic[where].get(node, 0)
+        if not operations and not nbytes:
+            continue
+        dtype = _dtype(node)
+        row[0] += times * operations
+        row[1] += times * nbytes
+        row[2] += times * max(operations / c.rate(dtype), nbytes / c.bandwidth)
+        if operations:
+            by_dtype[dtype] = by_dtype.get(dtype, 0) + times * operations
+    parts = {w: Part(int(f), int(b), s, t) for w, (f, b, s, t) in totals.items()}
+    main = max(by_dtype, key=by_dtype.__getitem__, default="bfloat16")
+    return Cost(
+        c.name,
+        sum(p.flops for p in parts.values()),
+        sum(p.hbm for p in parts.values()),
+        sent,
+        sum(p.compute for p in parts.values()),
+        moved["parameters"],
+        moved["activations"],
+        peak,
+        c.memory,
+        c.rate(main),
+        {a: together(program.mesh, (a,), c.node) for a, n in program.mesh.axes if n > 1},
+        parts,
+    )
+
+
+def together(mesh: Mesh, axes: tuple[str, ...], node: int) -> int:
+    """How many ranks of a group over ``axes`` share a node, when nodes are filled in rank order.
+
+    >>> from functitan.sharding.mesh import abstract_mesh
+    >>> mesh = abstract_mesh({"data": 4, "fsdp": 4, "tensor": 4})
+    >>> [together(mesh, (a,), 8) for a in mesh.names], together(mesh, ("fsdp", "tensor"), 8)
+    ([1, 2, 4], 8)
+    """
+    count, stride = 1, 1
+    for name, size in reversed(mesh.axes):
+        # A node that the stride does not divide is treated as the next smaller one that it does.
+        within = math.gcd(size, max(node // stride, 1))
+        if name in axes:
+            count *= within
+        stride *= size
+    return count
+
+
+def collective_seconds(kind: str, axes: tuple[str, ...], nbytes: int, mesh: Mesh, c: Chip) -> float:
+    """Seconds of a collective in which every rank sends ``nbytes``: the slower of the links within and between nodes.
+
+    Of n ranks, m share a node. Gathers and reductions send each datum once between nodes, spread over the ports of the
+    m ranks; an all-to-all sends (n - m) / (n - 1) of its bytes there, each rank its own.
+    """
+    n = math.prod(mesh.shape[a] for a in axes)
+    m = together(mesh, axes, c.node)
+    if n == 1 or not nbytes:
+        return 0.0
+    outside = nbytes * (n - m) / (n - 1)
+    if kind != "all_to_all":
+        outside /= m
+    inside = nbytes if m > 1 else 0
+    return max(inside / c.fast, outside / c.slow)
+
+
+def _dtype(node: Any) -> str:
+    """The dtype in which a product runs: that of its floating operands."""
+    for used in node.all_input_nodes:
+        val = used.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.dtype.is_floating_point:
+            return str(val.dtype).removeprefix("torch.")
+    return "float32"
