@@ -8,7 +8,10 @@ from typing import Annotated
 
 import typer
 
+from functitan.cli.lower import lower
 from functitan.cli.recipes import recipes
+from functitan.cli.rules import rules
+from functitan.cli.show import show
 from functitan.cli.train import train
 from functitan.errors import FunctitanError
 
@@ -19,7 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Pure functions on global tensors, sharded by annotations, for PyTorch.",
 )
-for command in (train, recipes):
+for command in (train, lower, show, recipes, rules):
     app.command()(command)
 
 

@@ -130,7 +130,9 @@ def _shortly(why: str, subject: str) -> str:
     """A reason without what the columns beside it say."""
     if subject:
         why = why.replace(f" of {subject}", "")
-    return why.replace("aten.", "")
+    for noise in ("aten.", "functitan.", ".Tensor"):
+        why = why.replace(noise, "")
+    return why
 
 
 def tail(path: str) -> str:

@@ -97,18 +97,19 @@ class Cost:
 
     def __str__(self) -> str:
         need = f"{human_bytes(self.peak)} of {human_bytes(self.memory)}"
-        where = ", ".join(f"{a} {n} per node" for a, n in self.axes.items()) or "one device"
+        groups = ", ".join(f"{a} {n}" for a, n in self.axes.items())
+        where = f"; ranks of a group in one node: {groups}" if groups else ""
         rows = [
             ("memory", need, "fits" if self.fits else "DOES NOT FIT"),
             ("matrix operations", human_count(self.flops)),
             ("compute", human_seconds(self.compute)),
-            ("communication", human_seconds(self.communication), f"({where})"),
+            ("communication", human_seconds(self.communication)),
             ("  parameters, gradients", human_seconds(self.parameters), "can run beside compute"),
             ("  activations", human_seconds(self.activations), "compute waits for them"),
             ("step without overlap", human_seconds(self.serial)),
             ("step with overlap", human_seconds(self.overlapped), f"{self.utilization:.0%} of the peak rate"),
         ]
-        title = f"on {self.hardware}, per rank, at peak rates"
+        title = f"on {self.hardware}, per rank, at peak rates{where}"
         return "\n".join([title, columns(rows, right=(1,))])
 
 

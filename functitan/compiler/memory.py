@@ -159,10 +159,9 @@ class _Walk:
                 self._count(block.category, -block.nbytes)
 
     def recount(self, block: _Block, category: str) -> None:
-        """Count a storage as something else from now on."""
-        if block.category == "other" and block.category != category:
-            self._live["other"] -= block.nbytes
-            self._total -= block.nbytes
+        """Count a storage as something else from now on, if all that is known of it is how it was made."""
+        if block.category in ("other", "collective buffers"):
+            self._count(block.category, -block.nbytes)
             block.category = category
             self._count(category, block.nbytes)
 

@@ -80,6 +80,16 @@ def decode(ids: Iterable[int]) -> str:
     return bytes(i for i in ids if 0 <= i < BYTES).decode("utf-8", errors="replace")
 
 
+def blank_corpus(tokens: int) -> Corpus:
+    """A corpus of zeros, where only the shapes of batches matter.
+
+    >>> len(blank_corpus(5).train)
+    5
+    """
+    stream = torch.zeros(tokens, dtype=torch.int16)
+    return Corpus(stream, stream, (), ())
+
+
 def load_corpus(root: Path | None = None, one_in: int = 20) -> Corpus:
     """Read the corpus into memory.
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from functitan import optim
-from functitan.data import Corpus, CorpusSource, load_corpus
+from functitan.data import Corpus, CorpusSource, blank_corpus, load_corpus
 from functitan.errors import ConfigError
 from functitan.optim import GradientTransformation
 from functitan.optim.schedule import Decay
@@ -199,6 +199,10 @@ class Recipe:
             simulate=self.simulate,
             settings=settings(self),
         )
+
+    def textless_task(self) -> Task:
+        """The task without its text, for what needs shapes only: nothing is read."""
+        return self.task(blank_corpus(self.data.seq + 2))
 
 
 def settings(value: Any) -> Any:

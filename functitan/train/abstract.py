@@ -7,6 +7,7 @@ from typing import Any
 from functitan import tree
 from functitan.compiler.program import Program
 from functitan.runtime.compiled import Compiled, compile
+from functitan.shapes import eval_shape
 from functitan.sharding.array import Array, abstract_array
 from functitan.sharding.logical import Rules, layout_of
 from functitan.sharding.mesh import Mesh, abstract_mesh
@@ -38,7 +39,7 @@ def abstract_batch(task: Task, mesh: Mesh) -> dict[str, Array]:
         name: abstract_array(
             x.shape, x.dtype, layout_of(x.shape, [rows or None, *[None] * (x.ndim - 1)], mesh, f"batch/{name}"), mesh
         )
-        for name, x in task.source.batch(0).items()
+        for name, x in eval_shape(task.source.batch, 0).items()
     }
 
 

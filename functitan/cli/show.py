@@ -1,0 +1,51 @@
+"""The command ``functitan show``: a recipe's parameters and how they are laid out."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import typer
+
+
+def show(
+    recipe: Annotated[
+        str, typer.Argument(help="A recipe's name, or path/to/file.py:function for one of your own.")
+    ],
+    mesh: Annotated[
+        str | None,
+        typer.Option("--mesh", help="Mesh axes and sizes, such as fsdp=2,tensor=2; by default the recipe's."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="PATH=VALUE", help="Set any field, such as rules.mlp=none."),
+    ] = None,
+) -> None:
+    """List a recipe's parameters: shape, logical axes, spec on the mesh, bytes per rank."""
+    from functitan import tree
+    from functitan.cli.settings import chosen_recipe
+    from functitan.columns import columns, human_bytes, human_count
+    from functitan.sharding.mesh import abstract_mesh
+    from functitan.train.abstract import mesh_axes
+    from functitan.train.init import abstract_init
+
+    chosen = chosen_recipe(recipe, mesh=mesh, set_=set_)
+    declared = chosen.family.declare(chosen.model)
+    grid = abstract_mesh(mesh_axes(chosen.mesh, chosen.rules))
+    rows: list[tuple[object, ...]] = [("parameter", "shape", "dtype", "logical axes", "spec", "per rank")]
+    arrays = tree.leaves(abstract_init(declared, grid, chosen.rules))
+    for (path, param), array in zip(tree.flatten_with_paths(declared)[0], arrays, strict=True):
+        rows.append(
+            (
+                path,
+                " x ".join(map(str, param.shape)) or "scalar",
+                str(param.dtype).removeprefix("torch."),
+                ", ".join(a or "-" for a in param.axes),
+                str(array.layout),
+                human_bytes(array.nbytes_local),
+            )
+        )
+    count = sum(math.prod(p.shape) for p in tree.leaves(declared))
+    where = ", ".join(f"{a}={n}" for a, n in chosen.mesh.items()) or "one device"
+    typer.echo(f"{chosen.name} on {where}\n\n{columns(rows, right=(5,))}\n")
+    typer.echo(f"{human_count(count)} parameters ({count:,}), {human_bytes(sum(a.nbytes_local for a in arrays))} per rank")
