@@ -12,12 +12,12 @@ import torch
 from spmd_types import PartitionSpec
 from torch import fx
 
-from functitan import _torch
+from functitan import _torch, tree
 from functitan.compiler import markers, messages, nodes, trace
 from functitan.compiler.program import LoweredBody, call_body, call_body_backward, scan_body, scan_body_backward
 from functitan.compiler.values import Opaque, Value
 from functitan.errors import ShardingError
-from functitan.sharding.layout import Layout, replicated
+from functitan.sharding.layout import Layout, by_slices, replicated
 from functitan.sharding.logical import layout_of
 from functitan.sharding.op_rules.base import Decompose, TensorType
 
@@ -135,14 +135,14 @@ def scan(p: Propagator, node: fx.Node) -> list[Any]:
     if carried != [layout.settled() for layout in layouts[:first]]:
         # The carry may enter more split than it comes (a slice is free), never the other way round.
         finer = [
-            out if set(own.axes) <= set(out.axes) or v.layout is None else own
+            out if v.layout is None or by_slices(own, out, p.sizes) else own
             for own, out, v in zip(layouts[:first], carried, values[:first], strict=True)
         ]
         layouts[:first] = finer
         lowered = lower_body(p, body, layouts, params)
         for i, (own, out) in enumerate(zip(layouts[:first], lowered.out_layouts[:first], strict=True)):
             if own.dims != out.dims:
-                raise ShardingError(messages.carry_layout(body.name, i, own, out, line))
+                raise ShardingError(messages.carry_layout(body.name, _carry_path(body, i), own, out, line))
     entered = []
     for i, (v, layout) in enumerate(zip(values, layouts, strict=True)):
         if first <= i < last:
@@ -153,6 +153,12 @@ def scan(p: Propagator, node: fx.Node) -> list[Any]:
         else:
             entered.append(p.read(v, layout.settled(), f"enters {body.name}"))
     return _call(p, lowered, entered, length)
+
+
+def _carry_path(body: Any, i: int) -> str:
+    """How messages name a carry: by its path in the pair that the body returns, or its number."""
+    paths = tree.paths(tree.unflatten(body.out_tree, [0] * len(body.output_types)))
+    return paths[i].partition("/")[2] or str(i)
 
 
 def _call(p: Propagator, lowered: LoweredBody, inputs: list[fx.Node], length: int | None) -> list[Any]:

@@ -17,7 +17,7 @@ from functitan.compiler.split import split
 from functitan.compiler.trace import Traced
 from functitan.compiler.values import Value
 from functitan.errors import ShardingError, raise_batch
-from functitan.sharding.layout import Layout, replicated
+from functitan.sharding.layout import Layout, by_slices, replicated
 from functitan.sharding.logical import Rules
 from functitan.sharding.mesh import Mesh
 from functitan.sharding.op_rules.base import TensorType
@@ -114,7 +114,7 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
             v: Value = p.env[out_nodes[i]]
             p.at(out_nodes[i])
             layout = v.layout or v.preferred or replicated(v.type.shape)
-            target = layout.settled() if i >= body.n_carry else _carry_exit(layout, layouts[i])
+            target = layout.settled() if i >= body.n_carry else _carry_exit(layout, layouts[i], p.sizes)
             local["exits"][i] = (Layout(target.dims), p.read(v, target, f"leaves {body.name}"))
         return local["exits"][i]
 
@@ -166,12 +166,10 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
     )
 
 
-def _carry_exit(natural: Layout, entry: Layout) -> Layout:
+def _carry_exit(natural: Layout, entry: Layout, sizes: dict[str, int]) -> Layout:
     """A carry leaves as it entered, if that only needs sums resolved or free slices; else its own way, refused later."""
     own = natural.settled()
-    if set(own.axes) <= set(entry.axes) | set(natural.pending):
-        return Layout(entry.dims)
-    return own
+    return Layout(entry.dims) if by_slices(own, entry, sizes) else own
 
 
 def _propagate(ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str) -> tuple[Propagator, Any]:

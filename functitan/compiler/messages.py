@@ -115,12 +115,24 @@ def scanned_dim(name: str, v: Value, layout: Layout, line: SourceLine | None) ->
     )
 
 
-def carry_layout(name: str, i: int, own: Layout, out: Layout, line: SourceLine | None) -> str:
+def carry_layout(name: str, path: str, own: Layout, out: Layout, line: SourceLine | None) -> str:
     """A carry that leaves a scan's body in another layout than it entered."""
     return (
-        f"{at(line)}scan of {name}: carry {i} enters with spec {own} and leaves the body with {out}; it keeps its spec. Write "
-        f"ft.constrain(carry, ...) with spec {own} at the end of the body, or with {out} before the scan."
+        f"{at(line)}scan of {name}: carry {path} enters with spec {own} and leaves the body with {out}; it keeps its spec. "
+        f"Write {written('carry', own)} at the end of the body, or {written('carry', out)} before the scan."
     )
+
+
+def written(value: str, layout: Layout) -> str:
+    """The constrain that gives a value this layout; for a joined one, which no spec says, the nearest that one does.
+
+    >>> written("x", Layout((("data", 4), (8,))))
+    "ft.constrain(x, P('data', None))"
+    """
+    if layout.is_spec:
+        return f"ft.constrain({value}, P({', '.join(map(repr, layout.spec))}))"
+    dims = [tuple(d for d in dim if isinstance(d, str)) if all(isinstance(d, str) for d in dim[:-1]) else () for dim in layout.dims]
+    return f"ft.constrain({value}, P({', '.join(repr(d or None) for d in dims)}))"
 
 
 def irregular_output(path: str, v: Value, layout: Layout) -> str:

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from functitan import _torch
+from functitan.errors import TraceError
+
 _EFFECTS = ("functitan::debug_print", "functitan::debug_print_where")
 
 
@@ -43,5 +46,11 @@ def lift_constants(module: fx.GraphModule) -> None:
             target: Any = module
             for part in str(node.target).split("."):
                 target = getattr(target, part)
+            if isinstance(target, _torch.FakeTensor):
+                raise TraceError(
+                    f"a value of shape {tuple(target.shape)} is used outside the function that made it: it was kept in a "
+                    "global, an attribute or a list while that function was traced. Return it, and pass it on as an "
+                    "argument."
+                )
             if isinstance(target, torch.Tensor):
                 node.meta["constant"] = target

@@ -74,10 +74,14 @@ class _Finder(_torch.TorchDispatchMode):
         self._known = {id(t): t for t in known}
         self.found: dict[int, torch.Tensor] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for t in tree.leaves((args, kwargs or {})):
+    def note(self, values: Any) -> None:
+        """Note the foreign tensors among some values."""
+        for t in tree.leaves(values):
             if isinstance(t, _torch.FakeTensor) and id(t) not in self._known:
                 self.found.setdefault(id(t), t)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.note((args, kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for t in tree.leaves(out):
             if isinstance(t, torch.Tensor):
@@ -133,7 +137,7 @@ class TracingAnnotator:
             given, rest = iter(values), iter(static)
             return f(*tree.unflatten(in_tree, [next(given) if t else next(rest) for t in is_tensor]))
 
-        where = (in_tree, tuple(is_tensor), static)
+        where = (in_tree, tuple(is_tensor), _signed(static)[0])
         body, captured = self._body(f, flat, tensors, 0, 0, where, options)
         outs = markers.Call.apply(body, None, *tensors, *captured)
         return tree.unflatten(body.out_tree, outs)
@@ -157,7 +161,7 @@ class TracingAnnotator:
             x = tree.unflatten(xs_tree, values[len(carry) : len(carry) + len(rows)])
             out = f(c, x)
             if not isinstance(out, tuple) or len(out) != 2:
-                raise TraceError(f"scan: the body returned {type(out).__name__}; it returns a pair (carry, y).")
+                raise TraceError(f"scan: the body returned {_kind(out)}; it returns a pair (carry, y).")
             tree.check_same_structure(c, out[0], ("the carry in", "the carry out"))
             return out
 
@@ -191,7 +195,7 @@ class TracingAnnotator:
         options: dict[str, Any],
     ) -> tuple[Body, list[torch.Tensor]]:
         """The body of a call and the tensors that this call captures, traced unless a like call was."""
-        closure = _closure(f)
+        closure = _signed(f)
         types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         signature = (closure[0], types, where, n_carry, n_xs, options["name"], options["remat"], torch.is_grad_enabled())
         known = self._seen.get(signature)
@@ -217,6 +221,7 @@ class TracingAnnotator:
                 inputs = [_fresh(t, n) for t, n in zip(tensors, needs, strict=True)]
                 with _Finder(inputs) as finder:
                     probe = tree.leaves(flat(*inputs))
+                    finder.note(probe)  # what is returned as it is passes through no op
                 # A carry that gets a gradient in the body has one from the second step on, so on entry too.
                 grown = [n or (i < n_carry and probe[i].requires_grad) for i, n in enumerate(needs)]
                 if grown == needs:
@@ -308,6 +313,13 @@ class TracingAnnotator:
         return swaps[id(leaf)][1] if id(leaf) in swaps else leaf
 
 
+def _kind(value: Any) -> str:
+    """What a body returned, for a message."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")
+
+
 def _fresh(t: torch.Tensor, needs: bool) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype, device=t.device).requires_grad_(needs)
 
@@ -317,24 +329,34 @@ def _row(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape[1:], dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
 
 
-def _closure(f: Callable[..., Any]) -> tuple[Any, list[torch.Tensor]]:
-    """What a function closes over: a key of its static values, and its tensors in a fixed order.
+def _signed(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A key of what a function closes over, or of other static values, and the tensors therein in a fixed order.
 
-    Calls with equal keys and tensors of equal types are one body. A function that is not plain Python is its own key.
+    Calls with equal keys and tensors of equal types are one body. Values that are neither plain data nor plain
+    Python functions are their own key.
     """
     tensors: list[torch.Tensor] = []
+    places: dict[int, int] = {}
+    open_functions: list[int] = []  # a function may close over itself
 
     def sign(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            # The first place of the same tensor: two names for one are another closure than one for each.
+            place = places.setdefault(id(value), len(tensors))
             tensors.append(value)
-            return ("tensor", tuple(value.shape), value.dtype, value.requires_grad)
+            return ("tensor", place, tuple(value.shape), value.dtype, value.requires_grad)
         if isinstance(value, functools.partial):
             return ("partial", sign(value.func), sign(value.args), sign(value.keywords))
         code = getattr(value, "__code__", None)
         if code is not None:
+            if id(value) in open_functions:
+                return ("itself", open_functions.index(id(value)))
+            open_functions.append(id(value))
             cells = getattr(value, "__closure__", None) or ()
             filled = tuple(sign(c.cell_contents) for c in cells if _filled(c))
-            return ("function", code, filled, sign(getattr(value, "__defaults__", None)), id(getattr(value, "__self__", None)))
+            defaults = sign((getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)))
+            open_functions.pop()
+            return ("function", code, filled, defaults, id(getattr(value, "__self__", None)))
         leaves, treedef = tree.flatten(value)
         if len(leaves) != 1 or leaves[0] is not value:
             return ("tree", treedef, tuple(sign(leaf) for leaf in leaves))
@@ -342,9 +364,10 @@ def _closure(f: Callable[..., Any]) -> tuple[Any, list[torch.Tensor]]:
             hash(value)
         except TypeError:
             return ("object", id(value))
-        return ("value", type(value), value)
+        # Equal is not alike: 1 == 1.0 == True, and 0.0 == -0.0.
+        return ("value", type(value), value, repr(value) if isinstance(value, float | complex) else "")
 
-    return sign(f), tensors
+    return sign(value), tensors
 
 
 def _filled(cell: Any) -> bool:

@@ -194,6 +194,16 @@ def stride_of(layout: Layout, axis: str, sizes: Sizes) -> tuple[int, int] | None
     return None
 
 
+def by_slices(have: Layout, want: Layout, sizes: Sizes) -> bool:
+    """Whether slices alone, which are free, lead from a settled layout to another.
+
+    >>> split_both, sizes = Layout((("data", 2), ("tensor", 4))), {"data": 2, "tensor": 2}
+    >>> by_slices(Layout((("data", 2), (8,))), split_both, sizes), by_slices(Layout(((4,), ("data", 4))), split_both, sizes)
+    (True, False)
+    """
+    return all(stride_of(have, a, sizes) == stride_of(want, a, sizes) for a in have.axes)
+
+
 def with_axis(layout: Layout, axis: str, dim: int, stride: int, sizes: Sizes) -> Layout:
     """The layout with one more axis on a dim, cutting the local run at that stride.
 
