@@ -1,10 +1,11 @@
 """Training runs: a task, its steps, the loop, and what it reports."""
 
+from functitan.train.build import build_steps, whole
 from functitan.train.evaluate import mean_loss, sample_text, validate
 from functitan.train.folder import RunFolder
 from functitan.train.loop import train
 from functitan.train.metrics import Progress, Summary, summary_text
-from functitan.train.steps import Steps, TrainState, build_steps, make_init, make_train_step
+from functitan.train.steps import Steps, TrainState, make_init, make_train_step
 from functitan.train.task import RunConfig, Task, resolve_device
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "summary_text",
     "train",
     "validate",
+    "whole",
 ]

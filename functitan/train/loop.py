@@ -10,7 +10,8 @@ import torch
 from functitan.train.evaluate import sample_text, to_device, validate
 from functitan.train.folder import RunFolder
 from functitan.train.metrics import Meter, Progress, Summary, peak_bytes, progress_text, summary_text
-from functitan.train.steps import Metrics, Steps, build_steps
+from functitan.train.build import build_steps
+from functitan.train.steps import Metrics, Steps
 from functitan.train.task import Task
 
 

@@ -11,10 +11,9 @@ import torch
 from functitan import random, tree
 from functitan.autodiff import value_and_grad
 from functitan.data import Batch
-from functitan.errors import FunctitanError
 from functitan.nn.init import init_params
 from functitan.optim import apply_updates
-from functitan.train.task import Task, resolve_device
+from functitan.train.task import Task
 
 PyTree = Any
 Metrics = dict[str, torch.Tensor]
@@ -76,24 +75,3 @@ def make_train_step(task: Task) -> Callable[[TrainState, Batch], tuple[TrainStat
         return TrainState(apply_updates(state.params, updates), opt), metrics
 
     return train_step
-
-
-def build_steps(task: Task) -> Steps:
-    """The steps for the task's mesh; an empty mesh is one device and plain PyTorch.
-
-    Raises:
-        FunctitanError: a mesh of several devices was asked for.
-    """
-    if task.mesh:
-        sizes = ",".join(f"{axis}={size}" for axis, size in task.mesh.items())
-        raise FunctitanError(
-            f"{task.name} asks for the mesh {sizes}, and this version trains on one device only. "
-            'Drop the mesh: --mesh "".'
-        )
-    device = resolve_device(task.run.device)
-
-    def evaluate(params: PyTree, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.no_grad():
-            return task.loss(params, batch)
-
-    return Steps(make_init(task, device), make_train_step(task), evaluate, lambda params: params, device)

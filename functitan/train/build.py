@@ -1,0 +1,58 @@
+"""The steps of a task: plain PyTorch on one device, or compiled for a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functitan import random, tree
+from functitan.data import Batch
+from functitan.runtime.compiled import compile
+from functitan.sharding.array import Array
+from functitan.sharding.mesh import make_mesh
+from functitan.train.abstract import compile_step, mesh_axes
+from functitan.train.init import init
+from functitan.train.steps import Steps, TrainState, make_init, make_train_step
+from functitan.train.task import Task, resolve_device
+
+PyTree = Any
+
+
+def build_steps(task: Task) -> Steps:
+    """The functions that train a task on its mesh; an empty mesh is one device and plain PyTorch.
+
+    Raises:
+        ShardingError: a mesh that needs more processes than run, or that does not fit the model.
+        ConfigError: a device that this machine lacks.
+    """
+    return _on_mesh(task) if task.mesh else _on_one_device(task)
+
+
+def _on_one_device(task: Task) -> Steps:
+    device = resolve_device(task.run.device)
+
+    def evaluate(params: PyTree, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            return task.loss(params, batch)
+
+    return Steps(make_init(task, device), make_train_step(task), evaluate, lambda params: params, device)
+
+
+def _on_mesh(task: Task) -> Steps:
+    device = resolve_device(task.run.device)
+    mesh = make_mesh(mesh_axes(task.mesh, task.rules), simulate=task.simulate)
+    train = compile_step(task, mesh)
+    evaluate = compile(task.loss, mesh=mesh, rules=task.rules)
+    optimizer_init = compile(task.optimizer.init, mesh=mesh, rules=task.rules)
+
+    def first_state() -> TrainState:
+        params = init(random.key(task.run.seed, device=device), task.declared, mesh, task.rules)
+        return TrainState(params, optimizer_init(params))
+
+    return Steps(first_state, train, evaluate, whole, device)
+
+
+def whole(params: PyTree) -> PyTree:
+    """Parameters as whole plain tensors, gathered into this process."""
+    return tree.map(lambda p: p.full() if isinstance(p, Array) else p, params)
