@@ -9,8 +9,8 @@ import torch
 from spmd_types import PartitionSpec
 
 from functitan.errors import ShardingError
-from functitan.sharding.layout import Layout, digit_size
-from functitan.sharding.logical import Entry, layout_of
+from functitan.sharding.layout import Layout, digit_size, spec_text
+from functitan.sharding.logical import Entry, as_axes, layout_of
 from functitan.sharding.mesh import Mesh
 
 
@@ -145,3 +145,54 @@ def abstract_array(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mes
     """An Array without values, to lower functions for."""
     return Array(shape, dtype, layout, mesh, None)
 
+
+def array_from_process_local(
+    rows: torch.Tensor | Sequence[torch.Tensor], spec: PartitionSpec | Sequence[Entry], mesh: Mesh
+) -> Array:
+    """An Array of the parts that processes already hold, such as each one's rows of a batch.
+
+    Args:
+        rows: this process's part; on a simulated mesh a list with every rank's, in rank order. All have one shape and
+            dtype. Ranks that hold the same part must hold the same values; nothing checks that.
+        spec: how the parts make up the whole: None, a mesh axis, or a tuple of axes per dim.
+        mesh: a mesh that runs.
+
+    Returns:
+        An Array whose shape is that of the parts times the axes that split each dim.
+
+    Raises:
+        ShardingError: an abstract mesh, another number of parts than ranks, or parts that differ in shape or dtype.
+
+    >>> from functitan.sharding.mesh import make_mesh
+    >>> mesh = make_mesh({"data": 2}, simulate=True)
+    >>> array_from_process_local([torch.tensor([1, 2]), torch.tensor([3, 4])], PartitionSpec("data"), mesh).full()
+    tensor([1, 2, 3, 4])
+    """
+    parts = [rows] if isinstance(rows, torch.Tensor) else list(rows)
+    if len(parts) != mesh.processes:
+        what = {
+            "simulated": f"a list with the parts of its {mesh.size} ranks",
+            "process": "this process's tensor",
+            "abstract": "nothing, because it holds no values (write functitan.sharding.array.abstract_array)",
+        }[mesh.kind]
+        raise ShardingError(
+            f"array_from_process_local was given {len(parts)} parts for the mesh {mesh}; it takes {what}."
+        )
+    first = parts[0]
+    for rank, part in enumerate(parts):
+        if part.shape != first.shape or part.dtype != first.dtype:
+            raise ShardingError(
+                f"array_from_process_local: rank {rank} has {part.dtype} {tuple(part.shape)} and rank 0 {first.dtype} "
+                f"{tuple(first.shape)}; all parts have one shape and dtype. Pad a short last batch."
+            )
+    if len(spec) != first.ndim:
+        raise ShardingError(
+            f"array_from_process_local: the spec {spec_text(list(spec))} has {len(spec)} entries, the parts have "
+            f"{first.ndim} dims {tuple(first.shape)}. Write one entry per dim, None for a whole one."
+        )
+    ways = [
+        math.prod(mesh.require(a, "array_from_process_local") for a in as_axes(e, "an entry of the spec")) for e in spec
+    ]
+    shape = tuple(n * w for n, w in zip(first.shape, ways, strict=True))
+    layout = layout_of(shape, spec, mesh, "array_from_process_local")
+    return Array(shape, first.dtype, layout, mesh, parts)
