@@ -39,6 +39,7 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 def saveable(policy: Any) -> Callable[[fx.Node], bool]:
     """Which computed values a policy lets forward save. None is everything_saveable."""
     name = getattr(policy, "name", "everything_saveable")
+    wanted = set(policy.names) if name == "save_only_these_names" else set()
 
     def check(node: fx.Node) -> bool:
         if not isinstance(node.meta.get("val"), torch.Tensor) or name == "nothing_saveable":
@@ -47,9 +48,9 @@ def saveable(policy: Any) -> Callable[[fx.Node], bool]:
         if origin is not None and origin.gather:
             return False
         if "checkpoint_name" in node.meta:
-            return name == "everything_saveable" or (
-                name == "save_only_these_names" and node.meta["checkpoint_name"] in policy.names
-            )
+            return False  # a name for a value, not another value: that one is saved or not
+        if wanted and wanted & names_of(node):
+            return True
         if node.target in _VIEWS or not node.all_input_nodes:
             return False
         if name == "everything_saveable" or node.target is _WAIT:
@@ -58,6 +59,15 @@ def saveable(policy: Any) -> Callable[[fx.Node], bool]:
         return name == "dots_saveable" and getattr(source, "target", None) in _DOTS
 
     return check
+
+
+def names_of(node: fx.Node) -> set[str]:
+    """The names that ``checkpoint_name`` gave a value."""
+    found: set[str] = set()
+    for user in node.users:
+        if "checkpoint_name" in user.meta:
+            found |= {user.meta["checkpoint_name"]} | names_of(user)
+    return found
 
 
 def depends_on(graph: fx.Graph, roots: Sequence[fx.Node]) -> set[fx.Node]:
