@@ -207,7 +207,8 @@ class Propagator:
         val = nodes.value(node)
         outs = val if isinstance(val, list | tuple) else [val]
         types = tuple(TensorType(tuple(t.shape), t.dtype) for t in outs if isinstance(t, torch.Tensor))
-        return Call(node.target, tuple(args), dict(kwargs), tuple(v.type for v in operands), types), operands
+        zeros = frozenset(i for i, v in enumerate(operands) if v.zero)
+        return Call(node.target, tuple(args), dict(kwargs), tuple(v.type for v in operands), types, zeros), operands
 
     def apply(self, node: fx.Node, call: Call, operands: list[Value]) -> Any:
         """Lower a call by its rule."""
@@ -245,6 +246,7 @@ class Propagator:
         if self._on_demand(call, operands, eq):
             made = Value(call.outputs[0], None)
             made.make = lambda layout: self._emit_for(call, operands, eq, layout)
+            made.zero = eq.through_storage and operands[0].zero  # a copy or a slice of zeros
             made.preferred = next((v.preferred for v in operands if v.preferred and v.type.shape == made.type.shape), None)
             return made
         layouts = [self._as_read(v, eq) for v in operands]
@@ -257,9 +259,15 @@ class Propagator:
 
     def _as_read(self, v: Value, eq: Equation) -> Layout | None:
         """The layout in which an op sees an operand: a stored parameter in use is gathered first."""
-        if v.layout is None or not v.layout.active or eq.through_storage:
+        if v.layout is None or not v.layout.active or (eq.through_storage and not self._cuts_storage(v, eq)):
             return v.layout
         return replace(without(v.layout, v.layout.storage, self.sizes), active=False)
+
+    def _cuts_storage(self, v: Value, eq: Equation) -> bool:
+        """Whether an op needs a dim whole that is split for storage."""
+        assert v.layout is not None
+        pairs = zip(eq.inputs[0], v.layout.dims, strict=True)
+        return any(label == "_" and any(d in v.layout.storage for d in dim) for label, dim in pairs)
 
     def _on_demand(self, call: Call, operands: list[Value], eq: Equation) -> bool:
         """Whether the result can be made in any layout: all that it reads can, or is whole for every element."""
@@ -308,7 +316,11 @@ class Propagator:
             if eq.through_storage:
                 made.param = operands[0].param
             results.append(made)
-        return results[0] if isinstance(nodes.value(node), torch.Tensor) else results
+        val = nodes.value(node)
+        if isinstance(val, torch.Tensor):
+            return results[0]
+        found = iter(results)  # outputs that were not asked for are None
+        return [next(found) if isinstance(t, torch.Tensor) else None for t in val]
 
     def _reduced(
         self, emitter: Emitter, call: Call, eq: Equation, local: Sequence[Any], solution: Solution
@@ -333,7 +345,8 @@ class Propagator:
         node = emitter.call(call.op, *_map(fill, args), **_map(fill, dict(kwargs)))
         if len(outs) == 1 and not isinstance(node.meta["val"], list | tuple):
             return [node]
-        return [emitter.call(operator.getitem, node, i) for i in range(len(outs))]
+        made = [i for i, t in enumerate(node.meta["val"]) if isinstance(t, torch.Tensor)]
+        return [emitter.call(operator.getitem, node, i) for i in made]
 
     def _factory(self, call: Call, operands: list[Value], found: Factory) -> Value:
         made = Value(call.outputs[0], None)
@@ -347,6 +360,7 @@ class Propagator:
             return node
 
         made.make = make
+        made.zero = found.zero
         if found.like is not None:
             like = operands[found.like]
             made.preferred = like.layout.settled() if like.layout is not None else like.preferred
@@ -368,6 +382,7 @@ class Propagator:
                 return self.emitter.call(target, self.read(v, Layout(wanted)), *args)
 
             made.make = make
+            made.zero = v.zero
             return made
         layout = v.layout or replicated(v.type.shape)
         while True:
@@ -411,7 +426,7 @@ class Propagator:
             local = self.read(v, operand_layout(layout))
             return self.emitter.call(aten.expand.default, local, list(layout.local_shape))
 
-        made = Value(typ, None, make=make)
+        made = Value(typ, None, make=make, zero=v.zero)
         if own is not None:
             dims = tuple(
                 canonical([n]) if s is None else own.dims[s] for n, s in zip(typ.shape, found.source, strict=True)

@@ -119,6 +119,8 @@ def split(
         return _extract(graph, [*coordinates, *inputs], outs, effects), None, [], []
     late = depends_on(graph, tangents)
     early = ancestors(outs)
+    # What an op of forward gives beside what forward returns is there as well: attention's log-sum-exp.
+    early |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in early}
     late_effects = [n for n in effects if n in late]
     may_save = saveable(policy)
     kept: set[fx.Node] = set()

@@ -19,6 +19,7 @@ from torch import fx
 from functitan import _torch, annotations, tree
 from functitan.compiler import nodes, source
 from functitan.compiler.decompose import decompositions
+from functitan.compiler.functionalize import functionalize, is_mutable
 from functitan.errors import FunctitanError, TraceError
 from functitan.ops.intercept import OwnOps
 
@@ -144,6 +145,8 @@ def make_graph(
             return list(f(*flat))
 
     module = _torch.make_fx(recorded, decomposition_table=decompositions(), _allow_non_fake_inputs=True)(*inputs)
+    if is_mutable(module.graph):
+        module = functionalize(module, inputs, decompositions())
     nodes.lift_constants(module)
     graph = module.graph
     nodes.drop_dead(graph)

@@ -27,6 +27,7 @@ class Value:
         param: the path of the parameter that this is, or is a cast or slice of.
         passed: whether some reader took a pending sum as it is.
         resolved: the layouts in which readers needed it settled.
+        zero: whether it is known to be all zeros.
     """
 
     type: TensorType
@@ -38,6 +39,7 @@ class Value:
     param: str = ""
     passed: bool = False
     resolved: list[Layout] = field(default_factory=list)
+    zero: bool = False
 
 
 @dataclass(eq=False)

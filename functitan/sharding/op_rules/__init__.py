@@ -1,19 +1,40 @@
 """Sharding rules of ops, one file per family."""
 
-from functitan.sharding.op_rules import attention, factory, lookup, matmul, ours, pointwise, reduction, view
+from functitan.sharding.op_rules import (
+    attention,
+    complex,
+    conv,
+    factory,
+    indexing,
+    lookup,
+    matmul,
+    ordered,
+    ours,
+    pointwise,
+    reduction,
+    shape,
+    softmax,
+    view,
+)
 from functitan.sharding.op_rules.base import covered, find_rule, register_rule, rule
 
 __all__ = [
     "attention",
+    "complex",
+    "conv",
     "covered",
     "factory",
     "find_rule",
+    "indexing",
     "lookup",
     "matmul",
+    "ordered",
     "ours",
     "pointwise",
     "reduction",
     "register_rule",
     "rule",
+    "shape",
+    "softmax",
     "view",
 ]

@@ -56,7 +56,8 @@ class Call:
         op: the overload.
         args, kwargs: its arguments; tensors stand as ``Operand(i)``.
         operands: the global types of the tensor arguments in order, nested lists included.
-        outputs: the global types of the outputs.
+        outputs: the global types of the outputs; those that were not asked for (None) are left out.
+        zeros: the operands that are known to be all zeros.
     """
 
     op: Any
@@ -64,6 +65,7 @@ class Call:
     kwargs: dict[str, Any]
     operands: tuple[TensorType, ...]
     outputs: tuple[TensorType, ...]
+    zeros: frozenset[int] = frozenset()
 
     def argument(self, name: str, default: Any = None) -> Any:
         """An argument by its schema name, given by position or name or left out."""
@@ -152,10 +154,13 @@ class Factory:
 
     Attributes:
         emit: (emitter, call, layout) -> the local value.
+        like: the operand whose layout is taken where nothing asks for another.
+        zero: whether the value is all zeros.
     """
 
     emit: Callable[[Any, Call, Layout], Any]
     like: int | None = None
+    zero: bool = False
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def _filled(value: Any) -> Any:
 @rule(aten.zeros.default, aten.new_zeros.default, aten.empty.memory_format, aten.new_empty.default,
       aten.new_empty_strided.default, aten.empty_strided.default)  # fmt: skip
 def zeros(call: Call) -> Rule:
-    return Factory(_filled(lambda c: 0))
+    return Factory(_filled(lambda c: 0), zero=True)
 
 
 @rule(aten.ones.default, aten.new_ones.default)
@@ -40,12 +40,12 @@ def ones(call: Call) -> Rule:
 
 @rule(aten.full.default, aten.new_full.default)
 def full(call: Call) -> Rule:
-    return Factory(_filled(lambda c: c.argument("fill_value")))
+    return Factory(_filled(lambda c: c.argument("fill_value")), zero=call.argument("fill_value") == 0)
 
 
 @rule(aten.zeros_like.default, aten.empty_like.default)
 def zeros_like(call: Call) -> Rule:
-    return Factory(_filled(lambda c: 0), like=0)
+    return Factory(_filled(lambda c: 0), like=0, zero=True)
 
 
 @rule(aten.ones_like.default)

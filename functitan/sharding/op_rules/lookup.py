@@ -51,7 +51,7 @@ def held(emitter: Any, index: Any, dim: Dim) -> tuple[Any, Any]:
     return emitter.call(aten.where.self, inside, local, outside), zero
 
 
-def _split(layout: Layout, dim: int) -> bool:
+def is_split(layout: Layout, dim: int) -> bool:
     return any(isinstance(d, str) for d in layout.dims[dim])
 
 
@@ -61,7 +61,7 @@ def embedding(call: Call) -> Rule:
 
     def emit(e: Any, c: Call, local: Sequence[Any], ins: Sequence[Layout], outs: Sequence[Layout]) -> list[Any]:
         weight, idx = local
-        if not _split(ins[0], 0):
+        if not is_split(ins[0], 0):
             return [e.call(c.op, weight, idx)]
         idx, block = held(e, idx, ins[0].dims[0])
         return [e.call(_ops.embedding_shard.default, weight, idx, block)]
@@ -78,7 +78,7 @@ def embedding_backward(call: Call) -> Rule:
         # The table only tells the shape: one number, expanded, does as well and takes no memory.
         one = e.call(aten.full.default, [1, 1], 0, dtype=c.operands[2].dtype, device=grad.meta["val"].device)
         shape = e.call(aten.expand.default, one, list(outs[0].local_shape))
-        if not _split(outs[0], 0):
+        if not is_split(outs[0], 0):
             return [e.call(c.op, grad, idx, shape)]
         idx, block = held(e, idx, outs[0].dims[0])
         return [e.call(_ops.embedding_shard_backward.default, grad, idx, shape, block)]
@@ -110,7 +110,7 @@ def gather(call: Call) -> Rule:
 
     def emit(e: Any, c: Call, local: Sequence[Any], ins: Sequence[Layout], outs: Sequence[Layout]) -> list[Any]:
         values, idx = local
-        if not _split(ins[0], dim):
+        if not is_split(ins[0], dim):
             return [e.call(c.op, values, dim, idx)]
         idx, block = held(e, idx, ins[0].dims[dim])
         return [e.call(_ops.take_shard.default, values, idx, block, dim)]

@@ -18,3 +18,11 @@ def mm(call: Call) -> Rule:
 @rule(aten.bmm.default)
 def bmm(call: Call) -> Rule:
     return parse("bmk,bkn->bmn", call, linear=_EACH)
+
+
+@rule(aten._grouped_mm.default)
+def grouped_mm(call: Call) -> Rule:
+    """torch's own grouped product, in its four forms; the dim that the offsets cut is whole."""
+    forms = {(2, 3): "_k,gkn,_->_n", (3, 3): "gmk,gkn->gmn", (2, 2): "m_,_n,_->_mn", (3, 2): "_mk,k_,_->m_"}
+    text = forms[call.operands[0].ndim, call.operands[1].ndim].replace("g", "_" if len(call.operands) > 2 else "g")
+    return parse(text, call, linear=_EACH)

@@ -25,8 +25,47 @@ LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
     aten.sub.Tensor: _BOTH,
     aten.rsub.Tensor: _BOTH,
     aten.where.self: (frozenset({1, 2}),),
-    aten.masked_fill.Scalar: (),
+    aten.complex.default: _BOTH,
+    aten._conj.default: _FIRST,
+    aten.conj_physical.default: _FIRST,
+    aten.deg2rad.default: _FIRST,
+    aten.rad2deg.default: _FIRST,
+    aten.positive.default: _FIRST,
+    aten.real.default: _FIRST,
+    aten.lerp.Scalar: _BOTH,
+    aten.threshold_backward.default: _FIRST,
 }
+
+#: Pointwise ops that torch does not tag as such.
+UNTAGGED = (
+    aten.complex.default,
+    aten.polar.default,
+    aten.rsub.Tensor,
+    aten.rsub.Scalar,
+    aten.masked_fill.Tensor,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardtanh.default,
+    aten.hardtanh_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten.elu_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.mish_backward.default,
+    aten.softplus_backward.default,
+    aten.rrelu_with_noise_backward.default,
+    aten._prelu_kernel.default,
+    aten._prelu_kernel_backward.default,
+    aten._conj.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    aten._neg_view.default,
+    aten.ldexp.Tensor,
+    aten.isclose.default,
+)
 
 
 def pointwise(call: Call) -> Equation:
@@ -36,9 +75,15 @@ def pointwise(call: Call) -> Equation:
     """
     n_in, n_out = len(call.operands), len(call.outputs)
     text = ",".join(["..."] * n_in) + "->" + ",".join(["..."] * n_out)
-    tensors = tuple(frozenset(i for i in g if i < n_in) for g in LINEAR.get(call.op, ()))
+    # A number in the place of an operand is settled: added to every rank's addend, it would be counted once per rank.
+    groups = tuple(g for g in LINEAR.get(call.op, ()) if max(g) < n_in)
     real = call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex
-    return parse(text, call, linear=tuple(g for g in tensors if g) if real else ())
+    return parse(text, call, linear=groups if real else ())
+
+
+@rule(*UNTAGGED)
+def untagged(call: Call) -> Rule:
+    return pointwise(call)
 
 
 def is_pointwise(op: Any) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from functitan.sharding.op_rules.base import Call, Equation, Label, Rule, rule
+from functitan.sharding.op_rules.base import Call, Decompose, Equation, Label, Rule, rule
+from functitan.sharding.op_rules.labels import normal_dims
 
 aten = torch.ops.aten
 _FIRST = (frozenset({0}),)
@@ -19,7 +23,7 @@ def reduction(call: Call, dims: Sequence[int] | None, *, reduce: str, whole: boo
         whole: the reduced dims must not be split.
     """
     x, out = call.operands[0], call.outputs[0]
-    gone = {d % x.ndim for d in dims} if dims else set(range(x.ndim))
+    gone = normal_dims(dims, x.ndim)
     labels: list[Label] = []
     kept: list[Label] = []
     keepdim = out.ndim == x.ndim
@@ -48,11 +52,68 @@ def sum_(call: Call) -> Rule:
     return reduction(call, _dims(call), reduce="sum")
 
 
-@rule(aten.amax.default, aten.max.default)
-def amax(call: Call) -> Rule:
+@rule(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def count(call: Call) -> Rule:
+    """A sum, though not of what it reads."""
+    return replace(reduction(call, _dims(call), reduce="sum"), linear=())
+
+
+@rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims)
+def largest(call: Call) -> Rule:
     return reduction(call, _dims(call), reduce="max")
 
 
-@rule(aten.amin.default, aten.min.default)
-def amin(call: Call) -> Rule:
+@rule(aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims)
+def smallest(call: Call) -> Rule:
     return reduction(call, _dims(call), reduce="min")
+
+
+@rule(aten.prod.default, aten.prod.dim_int)
+def product(call: Call) -> Rule:
+    return reduction(call, _dims(call), reduce="product")
+
+
+# --- where the place is asked for, too -------------------------------------------------------------------------
+
+
+def _first(x: torch.Tensor, best: torch.Tensor, dim: int | None, keepdim: bool) -> torch.Tensor:
+    """The first place of a value along a dim: what torch returns where several are equal. NaN is found as NaN."""
+    shape = [x.shape[d] if dim is None or d == dim % x.ndim else 1 for d in range(x.ndim)]
+    size = math.prod(shape)
+    place = torch.arange(size, device=x.device).reshape(shape)
+    here = x == best
+    if x.dtype.is_floating_point:
+        here = here | torch.isnan(x)
+    found = torch.where(here, place, size)
+    return torch.amin(found, [] if dim is None else [dim], keepdim)
+
+
+def _argmax_parts(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+    return _first(x, torch.amax(x, [] if dim is None else [dim], True), dim, keepdim)
+
+
+def _argmin_parts(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+    return _first(x, torch.amin(x, [] if dim is None else [dim], True), dim, keepdim)
+
+
+def _max_parts(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.amax(x, dim, keepdim), _argmax_parts(x, dim, keepdim)
+
+
+def _min_parts(x: torch.Tensor, dim: int, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.amin(x, dim, keepdim), _argmin_parts(x, dim, keepdim)
+
+
+_PARTS = {
+    aten.argmax.default: _argmax_parts,
+    aten.argmin.default: _argmin_parts,
+    aten.max.dim: _max_parts,
+    aten.min.dim: _min_parts,
+}
+
+
+@rule(*_PARTS)
+def place(call: Call) -> Rule:
+    """Fused along a whole dim; along a split one, the largest value first and then where it stands."""
+    eq = reduction(call, _dims(call), reduce="max", whole=True)
+    return replace(eq, otherwise=Decompose(_PARTS[call.op]))
