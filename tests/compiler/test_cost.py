@@ -1,0 +1,85 @@
+"""Costs by first principles: operations and seconds from formulas."""
+
+import dataclasses
+
+import pytest
+
+import functitan as ft
+from functitan.compiler.cost import collective_seconds, together
+from functitan.compiler.hardware import CHIPS, chip
+from functitan.errors import ConfigError
+from functitan.recipes import load_recipe
+from functitan.train.abstract import lower_step
+from tests.compiler.mlp import B, D, F, L, S, lowered
+
+H100 = CHIPS["h100"]
+
+
+@pytest.mark.parametrize("remat,products", [(None, 6), (ft.dots_saveable, 6), (ft.nothing_saveable, 7)], ids=str)
+@pytest.mark.parametrize("axes", [{}, dict(fsdp=4), dict(tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
+def test_operations_of_matrix_products(axes, remat, products):
+    """Two products forward, four backward; what is not saved is computed again (the last product is not needed)."""
+    program = lowered(**axes, remat=remat)
+    assert program.cost("h100").flops == products * 2 * B * S * D * F * L // program.mesh.size
+
+
+def test_operations_of_a_llama():
+    """Six per weight and token, and attention: two products forward, five backward, with the logits again."""
+    recipe = load_recipe("llama3-debug").replace(mesh={"fsdp": 2, "tensor": 2})
+    model, tokens = recipe.model, recipe.data.batch * recipe.data.seq
+    matrices = model.layers * (4 * model.dim * model.dim + 3 * model.dim * model.mlp_dim) + model.dim * model.vocab
+    attention = 14 * model.layers * model.heads * model.head_dim * recipe.data.seq
+    found = lower_step(recipe.textless_task()).cost("h100").flops
+    assert found == tokens * (6 * matrices + attention) // 4
+
+
+def test_axes_within_a_node():
+    mesh = ft.abstract_mesh({"data": 4, "fsdp": 4, "tensor": 4})
+    assert [together(mesh, (a,), 8) for a in mesh.names] == [1, 2, 4]
+    assert together(mesh, ("fsdp", "tensor"), 8) == 8
+    assert together(ft.abstract_mesh({"fsdp": 8}), ("fsdp",), 8) == 8
+    assert together(ft.abstract_mesh({"data": 2, "fsdp": 16}), ("data",), 8) == 1
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_seconds_of_gathers_and_reductions(kind):
+    mesh = ft.abstract_mesh({"data": 2, "fsdp": 16, "tensor": 2})
+    assert collective_seconds(kind, ("tensor",), 900, mesh, H100) == 900 / H100.fast
+    # Sixteen ranks, four to a node: 12 of 15 parts come from other nodes, over four ports.
+    assert collective_seconds(kind, ("fsdp",), 900, mesh, H100) == pytest.approx(900 * 12 / 15 / 4 / H100.slow)
+    # No two ranks in one node.
+    assert collective_seconds(kind, ("data",), 900, mesh, H100) == 900 / H100.slow
+
+
+def test_seconds_of_an_exchange():
+    mesh = ft.abstract_mesh({"expert": 16})
+    assert collective_seconds("all_to_all", ("expert",), 900, mesh, H100) == pytest.approx(900 * 8 / 15 / H100.slow)
+
+
+def test_times_add_up():
+    cost = lowered(data=2, fsdp=2, tensor=2).cost("h100")
+    assert cost.serial == pytest.approx(cost.compute + cost.parameters + cost.activations)
+    assert cost.overlapped == pytest.approx(max(cost.compute, cost.parameters) + cost.activations)
+    assert cost.sent == lowered(data=2, fsdp=2, tensor=2).collectives().total
+    assert sum(p.flops for p in cost.parts.values()) == cost.flops
+    assert cost.parameters > 0 and cost.activations > 0
+
+
+def test_what_does_not_fit_is_said():
+    program = lowered(fsdp=2)
+    small = dataclasses.replace(H100, name="small", memory=1000.0)
+    assert program.cost("h100").fits and "fits" in str(program.cost("h100"))
+    assert not program.cost(small).fits and "DOES NOT FIT" in str(program.cost(small))
+
+
+def test_every_chip_has_its_source():
+    for name, c in CHIPS.items():
+        assert c.name == name and c.source and c.rate("float8_e4m3fn") == pytest.approx(2 * c.rate("bfloat16"), rel=1e-3)
+        assert c.fast > c.slow and c.rate("bfloat16") > c.rate("float32")
+
+
+def test_unknown_chip():
+    with pytest.raises(ConfigError, match='no chip "h10" in the table.*Did you mean "h100"'):
+        chip("h10")
+    with pytest.raises(ConfigError, match="cost needs a chip"):
+        lowered(fsdp=2).cost()
