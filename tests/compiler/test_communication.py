@@ -1,0 +1,138 @@
+"""Which collectives a Llama train step sends, from formulas: counts and bytes, and nothing that is not listed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import functitan as ft
+from tests.compiler.llama import Setup, param_bytes, setup
+
+LAYERS = 3
+B, S = 8, 16
+F32 = 4
+
+
+def sent(s: Setup) -> Counter:
+    """(kind, axes, what, bytes each) -> times per step; ``what`` is a parameter, or "" for values."""
+    program = ft.compile(s.step, mesh=s.mesh, rules=s.rules).lower(s.state, s.batch)
+    found: Counter = Counter()
+    for c in program.collectives():
+        found[(c.kind, "+".join(c.axes), c.param.removeprefix("state/params/"), c.nbytes)] += c.count
+    return found
+
+
+def times(path: str) -> int:
+    return LAYERS if path.startswith("layers/") else 1
+
+
+def gather(nbytes: float, n: int) -> int:
+    return int(nbytes * (n - 1) / n)
+
+
+def all_reduce(nbytes: float, n: int) -> int:
+    return int(-(-2 * nbytes * (n - 1) // n))
+
+
+#: Loss and label count are scalars of the step; they are added up once each.
+def scalars(axes: str, n: int) -> Counter:
+    return Counter(
+        {("all_reduce", axes, "", all_reduce(F32, n)): 1, ("all_reduce", axes, "", all_reduce(8, n)): 1}
+    )
+
+
+def test_data_parallel() -> None:
+    """Pure data parallelism: one reduction per parameter, nothing for the clip norm."""
+    s = setup({"data": 4}, layers=LAYERS)
+    want = scalars("data", 4)
+    for path, nbytes in param_bytes(s).items():
+        want[("all_reduce", "data", path, all_reduce(nbytes, 4))] += times(path)
+    assert sent(s) == want
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_fsdp(tied: bool) -> None:
+    """One gather per forward use, one per backward use, one scatter per parameter, one joined sum for the clip norm."""
+    s = setup({"fsdp": 4}, layers=LAYERS, tied=tied)
+    want = scalars("fsdp", 4)
+    for path, nbytes in param_bytes(s).items():
+        # The table's backward does not read it. A tied table is read by the head too, forward and backward.
+        uses = 2 if path != "tok_embeddings" else 3 if tied else 1
+        want[("all_gather", "fsdp", path, gather(nbytes, 4))] += uses * times(path)
+        want[("reduce_scatter", "fsdp", path, gather(nbytes, 4))] += times(path)
+    want[("all_reduce", "fsdp", "", all_reduce(8, 4))] += 1  # the squared norm, float64
+    assert sent(s) == want
+
+
+def test_hybrid_sharding() -> None:
+    """data (replicated) x fsdp (sharded): what was scattered over fsdp is added up over data, on the shard."""
+    s = setup({"data": 2, "fsdp": 2}, layers=LAYERS)
+    want = scalars("data+fsdp", 4)
+    for path, nbytes in param_bytes(s).items():
+        uses = 1 if path == "tok_embeddings" else 2
+        want[("all_gather", "fsdp", path, gather(nbytes, 2))] += uses * times(path)
+        want[("reduce_scatter", "fsdp", path, gather(nbytes, 2))] += times(path)
+        want[("all_reduce", "data", path, all_reduce(nbytes / 2, 2))] += times(path)
+    want[("all_reduce", "fsdp", "", all_reduce(8, 2))] += 1
+    assert sent(s) == want
+
+
+@pytest.mark.parametrize("remat", [None, ft.nothing_saveable], ids=["default", "nothing_saveable"])
+def test_tensor_with_sequence_sharding(remat: object) -> None:
+    """Per layer 2 gathers and 2 scatters forward, 2 and 2 backward; nothing_saveable repeats the forward ones."""
+    n = 4
+    s = setup({"tensor": n}, layers=LAYERS, remat=remat)
+    stream = B * S * s.config.dim * F32
+    rows = B * S * F32
+    want: Counter = Counter()
+    # Embedding scatter, head gather, and their gradients, beside the layers'.
+    forward = 2 * LAYERS + 1
+    want[("all_gather", "tensor", "", gather(stream, n))] += 2 * forward
+    want[("reduce_scatter", "tensor", "", gather(stream, n))] += 2 * forward
+    if remat is not None:
+        # Recomputed up to where backward needs it: both gathers, and the attention's scatter.
+        want[("all_gather", "tensor", "", gather(stream, n))] += 2 * LAYERS
+        want[("reduce_scatter", "tensor", "", gather(stream, n))] += LAYERS
+    # A loss over a split vocabulary: maximum, sum of exponentials, the label's logit.
+    want[("all_reduce", "tensor", "", all_reduce(rows, n))] += 3
+    # Norm scales meet different rows of the sequence on each rank.
+    for path, nbytes in param_bytes(s).items():
+        if "norm" in path:
+            want[("all_reduce", "tensor", path, all_reduce(nbytes, n))] += times(path)
+    want[("all_reduce", "tensor", "", all_reduce(8, n))] += 1  # the clip norm
+    assert sent(s) == want
+
+
+def test_tensor_without_sequence_sharding() -> None:
+    """Per layer 2 all-reduces forward and 2 backward."""
+    n = 4
+    s = setup({"tensor": n}, layers=LAYERS, sequence_sharding=False)
+    stream, rows = B * S * s.config.dim * F32, B * S * F32
+    want: Counter = Counter()
+    want[("all_reduce", "tensor", "", all_reduce(stream, n))] += 2 * (2 * LAYERS + 1)
+    want[("all_reduce", "tensor", "", all_reduce(rows, n))] += 3
+    want[("all_reduce", "tensor", "", all_reduce(8, n))] += 1
+    assert sent(s) == want
+
+
+def test_loss_parallel_head_gathers_no_logits() -> None:
+    """Three reductions forward for a vocabulary that is split, none backward."""
+    s = setup({"tensor": 4}, layers=LAYERS)
+    program = ft.compile(s.step, mesh=s.mesh, rules=s.rules).lower(s.state, s.batch)
+    own = [c for c in program.collectives() if c.line.startswith("loss.py")]
+    assert [(c.kind, c.backward) for c in own] == [("all_reduce", False)] * 3
+
+
+def test_size_one_axes_send_nothing() -> None:
+    s = setup({}, layers=LAYERS)
+    assert not sent(s)
+
+
+def test_lowered_text_is_the_same_for_every_depth() -> None:
+    """The same number of nodes for 6 and 126 layers."""
+    counts = set()
+    for layers in (6, 126):
+        s = setup({"fsdp": 2, "tensor": 2}, layers=layers, dim=16, mlp_dim=16, batch=2, seq=4)
+        counts.add(ft.compile(s.step, mesh=s.mesh, rules=s.rules).lower(s.state, s.batch).nodes())
+    assert len(counts) == 1
