@@ -78,6 +78,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         _var_mean(x, dim, correction, keepdim)[0]
     )
     table[aten.std_mean.correction] = _std_mean
+    table[aten.as_strided.default] = _as_strided
     table[aten._trilinear.default] = _trilinear
     table[aten.put.default] = lambda x, index, source, accumulate=False: (
         x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate).reshape(x.shape)
@@ -148,6 +149,18 @@ def _trilinear(
         out = x if out is None else out * x
     assert out is not None
     return out.sum(list(over)) if over else out
+
+
+def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: Any = None) -> Any:
+    """Strides that only say "contiguous" are a reshape; any others are about memory, which a global value has not."""
+    step, plain = 1, []
+    for n in reversed(size):
+        plain.append(step)
+        step *= n
+    same = all(n == 1 or a == b for n, a, b in zip(size, stride, reversed(plain), strict=True))
+    if same and not storage_offset and step == x.numel() and x.is_contiguous():
+        return x.reshape(size)
+    return NotImplemented
 
 
 def _addbmm(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> torch.Tensor:

@@ -217,7 +217,10 @@ class Propagator:
             function = pointwise
         if function is None:
             raise ShardingError(messages.no_rule(call, node.meta.get("line")))
-        found = function(call)
+        try:
+            found = function(call)
+        except ShardingError as e:
+            raise ShardingError(messages.at(node.meta.get("line")) + str(e)) from None
         if isinstance(found, Decompose):
             return self.inline(node, found, operands)
         if isinstance(found, Factory):

@@ -201,6 +201,8 @@ def covered() -> dict[str, list[str]]:
     """The covered ops by family, for ``functitan rules``."""
     families: dict[str, list[str]] = {}
     for op, family in _FAMILY.items():
+        if family == "refused":  # these only say what to write instead
+            continue
         families.setdefault(family, []).append(str(op))
     return {family: sorted(ops) for family, ops in sorted(families.items())}
 

@@ -185,3 +185,11 @@ def select_scatter(call: Call) -> Rule:
     dim = call.argument("dim") % x.ndim
     row = labels(x.shape, {dim})
     return Equation((row, _without(row, dim)), (row,), _together(2))
+
+
+@rule(aten.view.dtype)
+def view_dtype(call: Call) -> Rule:
+    """Other bits of the same memory: element by element, or along a whole last dim where sizes differ."""
+    x, out = call.operands[0], call.outputs[0]
+    row = labels(x.shape, set() if x.shape == out.shape else {x.ndim - 1})
+    return Equation((row,), (row,))
