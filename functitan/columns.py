@@ -27,7 +27,10 @@ def columns(
     widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(count)]
     lines = []
     for row in cells:
-        parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
+        parts = [
+            c.rjust(w) if i in right else c.ljust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=False))
+        ]
         lines.append(shortened(gap.join(parts).rstrip(), width))
     return "\n".join(lines)
 

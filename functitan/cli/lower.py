@@ -18,17 +18,22 @@ def lower(
     ],
     mesh: Annotated[
         str | None,
-        typer.Option("--mesh", help="Mesh axes and sizes, such as data=2,fsdp=4,tensor=2; by default the recipe's."),
+        typer.Option(
+            "--mesh", help="Mesh axes and sizes, such as data=2,fsdp=4,tensor=2; by default the recipe's."
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
-        typer.Option("--hardware", help="Whether it fits and how long a step takes on h100, h200, b200, gb200, mi300x."),
+        typer.Option(
+            "--hardware", help="Whether it fits and how long a step takes on h100, h200, b200, gb200, mi300x."
+        ),
     ] = None,
     collectives: Annotated[
         bool, typer.Option("--collectives", help="Every collective: count, bytes, what it moves, and why.")
     ] = False,
     text: Annotated[
-        bool, typer.Option("--text", help="The lowered code of the model's layers (with --body another part).")
+        bool,
+        typer.Option("--text", help="The lowered code of the model's layers (with --body another part)."),
     ] = False,
     body: Annotated[
         str | None, typer.Option("--body", help='What --text shows: a body\'s name, "step", or "all".')
@@ -42,9 +47,10 @@ def lower(
         typer.Option("--set", metavar="PATH=VALUE", help="Set any field, such as rules.seq=none."),
     ] = None,
 ) -> None:
-    """Lower a recipe's train step for a mesh that need not exist, and report it.
+    """Report what a recipe holds, sends and costs on a mesh.
 
-    Shows what a rank holds and sends in a step, and with --hardware whether it fits and how long it takes at peak rates.
+    Its train step is lowered, not run, so the mesh need not exist. With --hardware: whether it fits, and how
+    long a step takes at peak rates.
     """
     from functitan.cli.settings import chosen_recipe
     from functitan.compiler.hardware import chip
@@ -91,7 +97,7 @@ def _title(recipe: Recipe) -> str:
 
 
 def _code(program: Program, body: str | None) -> str:
-    """The asked part of the code; by default the bodies, which are the layers, or the step when there are none."""
+    """The asked part of the code; by default the bodies (the layers), or the step when there are none."""
     from functitan.compiler.text import body_names
 
     if body == "all":

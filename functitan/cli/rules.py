@@ -11,7 +11,7 @@ import typer
 def rules(
     search: Annotated[str, typer.Argument(help="Only ops with this in their name.")] = "",
 ) -> None:
-    """List the ops that have a sharding rule, by family; pointwise ops need none."""
+    """List the ops that have a sharding rule, by family."""
     from functitan.sharding.op_rules import covered
 
     total = 0

@@ -21,10 +21,11 @@ def show(
         typer.Option("--set", metavar="PATH=VALUE", help="Set any field, such as rules.mlp=none."),
     ] = None,
 ) -> None:
-    """List a recipe's parameters: shape, logical axes, spec on the mesh, bytes per rank."""
+    """List a recipe's parameters and how they lie over the mesh."""
     from functitan import tree
     from functitan.cli.settings import chosen_recipe
-    from functitan.columns import columns, human_bytes, human_count
+    from functitan.columns import columns, human_bytes, human_count, terminal_width
+    from functitan.compiler.collectives import short_dtype
     from functitan.sharding.mesh import abstract_mesh
     from functitan.train.abstract import mesh_axes
     from functitan.train.init import abstract_init
@@ -38,14 +39,15 @@ def show(
         rows.append(
             (
                 path,
-                " x ".join(map(str, param.shape)) or "scalar",
-                str(param.dtype).removeprefix("torch."),
+                "x".join(map(str, param.shape)) or "scalar",
+                short_dtype(str(param.dtype).removeprefix("torch.")),
                 ", ".join(a or "-" for a in param.axes),
                 str(array.layout),
                 human_bytes(array.nbytes_local),
             )
         )
     count = sum(math.prod(p.shape) for p in tree.leaves(declared))
+    held = human_bytes(sum(a.nbytes_local for a in arrays))
     where = ", ".join(f"{a}={n}" for a, n in chosen.mesh.items()) or "one device"
-    typer.echo(f"{chosen.name} on {where}\n\n{columns(rows, right=(5,))}\n")
-    typer.echo(f"{human_count(count)} parameters ({count:,}), {human_bytes(sum(a.nbytes_local for a in arrays))} per rank")
+    typer.echo(f"{chosen.name} on {where}\n\n{columns(rows, right=(5,), width=terminal_width())}\n")
+    typer.echo(f"{human_count(count)} parameters ({count:,}), {held} per rank")

@@ -1,4 +1,4 @@
-"""The targets of nodes that call lowered bodies. They have no meaning of their own: backends put theirs in place."""
+"""The targets of nodes that call lowered bodies: placeholders, for which each backend puts its own."""
 
 from __future__ import annotations
 

@@ -94,7 +94,14 @@ class Collectives(tuple[Collective, ...]):
         return "\n\n".join(parts)
 
 
-_SHORT = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64", "int32": "i32"}
+_SHORT = {
+    "float32": "f32",
+    "float64": "f64",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "int64": "i64",
+    "int32": "i32",
+}
 
 
 def short_dtype(dtype: str) -> str:
@@ -107,7 +114,7 @@ def short_dtype(dtype: str) -> str:
 
 
 def table(rows: Sequence[Collective], width: int | None = None) -> str:
-    """One line per collective: kind and axes, count and bytes each, bytes per step, pass, what is moved, and why."""
+    """One line per collective: kind and axes, count and bytes, sum, pass, what is moved, and why."""
     lines: list[tuple[object, ...]] = [("collective over axes", "count x bytes", "sent", "pass", "of", "why")]
     for c in rows:
         each = f"{c.count} x {human_bytes(c.nbytes)} {short_dtype(c.dtype)}"

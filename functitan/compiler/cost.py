@@ -1,7 +1,7 @@
 """How long a step takes by first principles: a roofline for each op, and a link's rate for each collective.
 
-Peak rates only: no launch times, no latencies, no stragglers. It is the time below which no implementation of the
-program can go, and the ratio of compute to communication that a sharding leaves.
+Peak rates only: no launch times, no latencies, no stragglers. It is the time below which no implementation of
+the program can go, and the ratio of compute to communication that a sharding leaves.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Cost:
         hbm: bytes moved to and from memory, with pointwise ops fused.
         sent: bytes sent to other ranks.
         compute: seconds of compute: each op by the slower of its operations and its memory traffic.
-        parameters: seconds of collectives that move parameters and their gradients: they can run beside compute.
+        parameters: seconds of collectives of parameters and gradients, which can run beside compute.
         activations: seconds of the others, which compute waits for.
         peak: bytes of memory at the peak.
         memory: bytes of the chip's memory.
@@ -92,7 +92,9 @@ class Cost:
 
     def to_json(self) -> dict[str, Any]:
         """In a form that JSON can hold, with what is derived."""
-        derived = {k: getattr(self, k) for k in ("communication", "serial", "overlapped", "fits", "utilization")}
+        derived = {
+            k: getattr(self, k) for k in ("communication", "serial", "overlapped", "fits", "utilization")
+        }
         return dataclasses.asdict(self) | derived
 
     def __str__(self) -> str:
@@ -184,10 +186,10 @@ def together(mesh: Mesh, axes: tuple[str, ...], node: int) -> int:
 
 
 def collective_seconds(kind: str, axes: tuple[str, ...], nbytes: int, mesh: Mesh, c: Chip) -> float:
-    """Seconds of a collective in which every rank sends ``nbytes``: the slower of the links within and between nodes.
+    """Seconds of a collective in which every rank sends ``nbytes``: by the slower of its links.
 
-    Of n ranks, m share a node. Gathers and reductions send each datum once between nodes, spread over the ports of the
-    m ranks; an all-to-all sends (n - m) / (n - 1) of its bytes there, each rank its own.
+    Of n ranks, m share a node. Gathers and reductions send each datum once between nodes, spread over the
+    ports of the m ranks; an all-to-all sends (n - m) / (n - 1) of its bytes there, each rank its own.
     """
     n = math.prod(mesh.shape[a] for a in axes)
     m = together(mesh, axes, c.node)

@@ -54,7 +54,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 def flops(node: fx.Node) -> int:
-    """Operations of one call on one rank: those of matrix products; pointwise work is counted as memory traffic."""
+    """Operations of matrix products in one call on one rank; pointwise work counts as memory traffic."""
     formula = _FORMULAS.get(node.target)
     if formula is None:
         return 0
@@ -81,7 +81,12 @@ def moved_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
     """
     moved: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is operator.getitem or _is_view(node) or "body" in node.meta:
+        if (
+            node.op != "call_function"
+            or node.target is operator.getitem
+            or _is_view(node)
+            or "body" in node.meta
+        ):
             continue
         if "collective" in node.meta or not isinstance(node.target, torch._ops.OpOverload):
             continue

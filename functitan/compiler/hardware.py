@@ -1,7 +1,7 @@
 """Chips: peak rates for costs by first principles.
 
-Rates are dense (no structured sparsity), in floating-point operations or bytes per second, one direction. Capacities
-are the decimal ones of the data sheets: what more there is physically, driver and allocator need.
+Rates are dense (no structured sparsity), in floating-point operations or bytes per second, one direction.
+Capacities are the decimal ones of the data sheets: what more there is physically, driver and allocator need.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CHIPS: dict[str, Chip] = {
             8,
             450e9,
             _PORT,
-            "NVIDIA H100 Tensor Core GPU Architecture (table of peak rates, SXM5); NVIDIA DGX H100 data sheet",
+            "NVIDIA H100 Tensor Core GPU Architecture (peak rates, SXM5); NVIDIA DGX H100 data sheet",
         ),
         Chip(
             "h200",
@@ -97,7 +97,7 @@ CHIPS: dict[str, Chip] = {
             8,
             448e9,
             _PORT,
-            "AMD Instinct MI300X data sheet (seven links of 64 GB/s and direction); MI300X platform data sheet",
+            "AMD Instinct MI300X data sheet (seven links of 64 GB/s and direction); platform data sheet",
         ),
     )
 }
@@ -116,7 +116,7 @@ def chip(name: str | Chip) -> Chip:
         return name
     if name.lower() not in CHIPS:
         raise ConfigError(
-            f'there is no chip "{name}" in the table; there are {listed(CHIPS)}.{suggest(name.lower(), CHIPS)} A chip of '
-            "your own is a functitan.compiler.hardware.Chip."
+            f'there is no chip "{name}" in the table; there are {listed(CHIPS)}.'
+            f"{suggest(name.lower(), CHIPS)} A chip of your own is a functitan.compiler.hardware.Chip."
         )
     return CHIPS[name.lower()]

@@ -1,8 +1,9 @@
 """What a rank holds in memory during a step: a walk over the lowered graphs that counts live storage.
 
-Nothing runs: each value stands for the storage behind it, a view is its operand's storage, and a storage is freed
-after the last use of what refers to it. Bodies are walked where they are called; of a scan the first and the last
-step are walked, with the rows of the steps between held as one block, so the time does not grow with depth.
+Nothing runs: each value stands for the storage behind it, a view is its operand's storage, and a storage is
+freed after the last use of what refers to it. Bodies are walked where they are called; of a scan the first
+and the last step are walked, with the rows of the steps between held as one block, so the time does not grow
+with depth.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from functitan.compiler.program import LoweredBody, Program
 
 #: In the order of reports.
-CATEGORIES = (
+CATEGORIES: tuple[str, ...] = (
     "parameters",
     "optimizer",
     "inputs",
@@ -106,7 +107,9 @@ class _Block:
 _Value = tuple[_Block, ...]
 
 
-def measure(program: Program, groups: Mapping[str, str] | None = None, donated: Iterable[int] | None = None) -> Memory:
+def measure(
+    program: Program, groups: Mapping[str, str] | None = None, donated: Iterable[int] | None = None
+) -> Memory:
     """The memory of a program; see :meth:`functitan.compiler.program.Program.memory`."""
     groups = default_groups(program.inputs) if groups is None else groups
     walk = _Walk(program, groups)
@@ -136,7 +139,7 @@ class _Walk:
         self.peak = 0
         self.where = "step"
 
-    # --- storages ----------------------------------------------------------------------------------------------
+    # --- storages ---------------------------------------------------------------------------------------
 
     def new(self, nbytes: int, category: str) -> _Block:
         block = _Block(nbytes, category)
@@ -172,7 +175,7 @@ class _Walk:
             late = " backward" if where.endswith(".backward") else ""
             self.where = f"{self._names.get(key, key)}{late}: {target_name(node.target)}"
 
-    # --- graphs ------------------------------------------------------------------------------------------------
+    # --- graphs ---------------------------------------------------------------------------------------
 
     def graph(self, where: str, graph: fx.Graph, inputs: Sequence[_Value]) -> list[_Value]:
         """Walk a graph; the caller gets its results held once."""
@@ -230,8 +233,8 @@ class _Walk:
         """The storages of a node's value, held once by the graph's environment."""
         if node.target in BODY_CALLS:
             return self._body(node, env)
-        if node.target is operator.getitem and isinstance(env[node.args[0]], list):
-            value = env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if node.target is operator.getitem and isinstance(env[node.all_input_nodes[0]], list):
+            value = env[node.all_input_nodes[0]][node.args[1]]
             self.hold(value)
             self._mark(node, value)
             return value
@@ -266,11 +269,15 @@ class _Walk:
     def _is_gradient(self, node: fx.Node) -> bool:
         return group_of(node.meta.get("gradient", ""), self._groups) == "parameters"
 
-    # --- bodies ------------------------------------------------------------------------------------------------
+    # --- bodies ---------------------------------------------------------------------------------------
 
     def _body(self, node: fx.Node, env: dict[fx.Node, Any]) -> list[_Value]:
         body: LoweredBody = self._program.bodies[str(node.args[0])]
-        groups = [[env[n] for n in a] for a in node.args if isinstance(a, list | tuple)]
+        groups: list[list[_Value]] = [
+            [env[n] for n in a]  # type: ignore[index]
+            for a in node.args
+            if isinstance(a, list | tuple)
+        ]
         if node.target is call_body:
             outs = self.graph(body.name, body.forward, groups[0])
             self._as_saved(outs[len(body.out_layouts) :])
@@ -379,7 +386,10 @@ def _read_by_backward(graph: fx.Graph) -> set[fx.Node]:
     return {
         n
         for n in graph.nodes
-        if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor) and not late(n) and any(map(late, n.users))
+        if n.op == "call_function"
+        and isinstance(n.meta.get("val"), torch.Tensor)
+        and not late(n)
+        and any(map(late, n.users))
     }
 
 

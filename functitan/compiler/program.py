@@ -168,8 +168,8 @@ class Program:
         """Bytes that a rank holds, by what holds them, and the peak by liveness.
 
         Args:
-            groups: path prefixes of the inputs that are "parameters" and "optimizer" state; by default what is
-                called ``params`` and ``opt`` at or right below an argument.
+            groups: path prefixes of the inputs that are "parameters" and "optimizer" state; by default what
+                is called ``params`` and ``opt`` at or right below an argument.
         """
         return measure(self, groups)
 
@@ -184,7 +184,9 @@ class Program:
             ConfigError: no such chip, or none named.
         """
         if hardware is None and self.mesh.hardware is None:
-            raise ConfigError('cost needs a chip: write program.cost("h100"), or name it in abstract_mesh(...).')
+            raise ConfigError(
+                'cost needs a chip: write program.cost("h100"), or name it in abstract_mesh(...).'
+            )
         return estimate(self, hardware or self.mesh.hardware or "", self.memory(groups).peak)
 
     def to_json(self, hardware: str | Chip | None = None) -> str:

@@ -1,7 +1,7 @@
 """A lowered program as text: one line per value, with its local type, layout, op, and where it comes from.
 
-The text is the same on every rank, and in every process that lowers the same function: coordinates are inputs, and
-bodies are numbered within the program.
+The text is the same on every rank, and in every process that lowers the same function: coordinates are
+inputs, and bodies are numbered within the program.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
         base = node.name
         if node.op != "placeholder":
             move = node.meta.get("collective")
-            base = move.kind if move is not None else target_name(node.target).split(".")[0].removesuffix("_tensor")
+            base = (
+                move.kind
+                if move is not None
+                else target_name(node.target).split(".")[0].removesuffix("_tensor")
+            )
         seen[base] = seen.get(base, 0) + 1
         names[node] = base if seen[base] == 1 else f"{base}_{seen[base]}"
     return names
@@ -123,7 +127,9 @@ def target_name(target: Any) -> str:
     >>> target_name(torch.ops.aten.add.Scalar)
     'add.Scalar'
     """
-    name = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    name = (
+        str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
+    )
     for prefix in ("aten.", "_c10d_functional."):
         name = name.removeprefix(prefix)
     return name.removesuffix(".default").removesuffix(".Tensor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from spmd_types import PartitionSpec
@@ -152,8 +153,8 @@ def array_from_process_local(
     """An Array of the parts that processes already hold, such as each one's rows of a batch.
 
     Args:
-        rows: this process's part; on a simulated mesh a list with every rank's, in rank order. All have one shape and
-            dtype. Ranks that hold the same part must hold the same values; nothing checks that.
+        rows: this process's part; on a simulated mesh a list with every rank's, in rank order. All have one
+            shape and dtype. Ranks that hold the same part must hold the same values; nothing checks that.
         spec: how the parts make up the whole: None, a mesh axis, or a tuple of axes per dim.
         mesh: a mesh that runs.
 
@@ -161,11 +162,12 @@ def array_from_process_local(
         An Array whose shape is that of the parts times the axes that split each dim.
 
     Raises:
-        ShardingError: an abstract mesh, another number of parts than ranks, or parts that differ in shape or dtype.
+        ShardingError: an abstract mesh, not one part per rank, or parts that differ in shape or dtype.
 
     >>> from functitan.sharding.mesh import make_mesh
     >>> mesh = make_mesh({"data": 2}, simulate=True)
-    >>> array_from_process_local([torch.tensor([1, 2]), torch.tensor([3, 4])], PartitionSpec("data"), mesh).full()
+    >>> parts = [torch.tensor([1, 2]), torch.tensor([3, 4])]
+    >>> array_from_process_local(parts, PartitionSpec("data"), mesh).full()
     tensor([1, 2, 3, 4])
     """
     parts = [rows] if isinstance(rows, torch.Tensor) else list(rows)
@@ -182,16 +184,18 @@ def array_from_process_local(
     for rank, part in enumerate(parts):
         if part.shape != first.shape or part.dtype != first.dtype:
             raise ShardingError(
-                f"array_from_process_local: rank {rank} has {part.dtype} {tuple(part.shape)} and rank 0 {first.dtype} "
-                f"{tuple(first.shape)}; all parts have one shape and dtype. Pad a short last batch."
+                f"array_from_process_local: rank {rank} has {part.dtype} {tuple(part.shape)} and rank 0 "
+                f"{first.dtype} {tuple(first.shape)}; all parts have one shape and dtype. Pad a short batch."
             )
+    entries: list[Any] = list(spec)
     if len(spec) != first.ndim:
         raise ShardingError(
-            f"array_from_process_local: the spec {spec_text(list(spec))} has {len(spec)} entries, the parts have "
-            f"{first.ndim} dims {tuple(first.shape)}. Write one entry per dim, None for a whole one."
+            f"array_from_process_local: the spec {spec_text(entries)} has {len(spec)} entries, the parts "
+            f"have {first.ndim} dims {tuple(first.shape)}. Write one entry per dim, None for a whole one."
         )
     ways = [
-        math.prod(mesh.require(a, "array_from_process_local") for a in as_axes(e, "an entry of the spec")) for e in spec
+        math.prod(mesh.require(a, "array_from_process_local") for a in as_axes(e, "an entry of the spec"))
+        for e in spec
     ]
     shape = tuple(n * w for n, w in zip(first.shape, ways, strict=True))
     layout = layout_of(shape, spec, mesh, "array_from_process_local")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import overload
@@ -74,13 +75,15 @@ def drawing(
     """
     if isinstance(x, Array):
         if spec is not None or mesh is not None:
-            raise ArgumentError("visualize of an Array takes no spec and no mesh: it has its own. Leave them out.")
+            raise ArgumentError(
+                "visualize of an Array takes no spec and no mesh: it has its own. Leave them out."
+            )
         shape, layout, mesh = tuple(x.shape), x.layout, x.mesh
     else:
         if spec is None or mesh is None:
             raise ArgumentError(
-                f"visualize was given {x!r} without a spec and a mesh; write ft.visualize((8, 4), ft.P('data', None), mesh), "
-                "or give it an Array."
+                f"visualize was given {x!r} without a spec and a mesh; write ft.visualize((8, 4), "
+                "ft.P('data', None), mesh), or give it an Array."
             )
         shape = tuple(x)
         layout = layout_of(shape, spec, mesh, "visualize")
@@ -111,10 +114,10 @@ def _holders(layout: Layout, split: list[int], mesh: Mesh) -> dict[tuple[int, ..
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ranks in a row; an even progression by its ends.
 
-    >>> ranks_text([3]), ranks_text([0, 4]), ranks_text([0, 1, 2, 3]), ranks_text([0, 2, 4, 6]), ranks_text([0, 1, 4, 5])
-    ('3', '0, 4', '0-3', '0-6 by 2', '0, 1, 4, 5')
+    >>> [ranks_text(r) for r in ([3], [0, 4], [0, 1, 2, 3], [0, 2, 4, 6], [0, 1, 4, 5])]
+    ['3', '0, 4', '0-3', '0-6 by 2', '0, 1, 4, 5']
     """
-    steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(ranks)}
     if len(ranks) < 3 or (len(steps) > 1 and len(ranks) <= 4):
         return ", ".join(map(str, ranks))
     if len(steps) > 1:
@@ -133,7 +136,11 @@ def _parts(layout: Layout, shape: Sequence[int], dim: int) -> int:
 
 
 def _grid(
-    shape: Sequence[int], layout: Layout, split: list[int], holders: dict[tuple[int, ...], list[int]], width: int
+    shape: Sequence[int],
+    layout: Layout,
+    split: list[int],
+    holders: dict[tuple[int, ...], list[int]],
+    width: int,
 ) -> list[str]:
     """Boxes: the first split dim downwards and the second across; a single one across."""
     down = split[0] if len(split) == 2 else None
@@ -147,7 +154,9 @@ def _grid(
         key = tuple(part for dim, part in ((down, i), (across, j)) if dim is not None)
         return ranks_text(holders[key])
 
-    cell = max([*(len(label(i, j)) for i in range(n_rows) for j in range(n_cols)), *map(len, col_names), 1]) + 2
+    cell = (
+        max([*(len(label(i, j)) for i in range(n_rows) for j in range(n_cols)), *map(len, col_names), 1]) + 2
+    )
     margin = max(map(len, row_names)) + 2 if down is not None else 0
     cols = _some(n_cols, max((width - margin - 1) // (cell + 1), 3))
     rows = _some(n_rows, _ROWS)
@@ -195,7 +204,8 @@ def _listed(
         names = dict(zip(split, keys[at], strict=True))
         if layout.is_spec:
             place = ", ".join(
-                _range(shape[i], _parts(layout, shape, i), names[i]) if i in names else ":" for i in range(len(shape))
+                _range(shape[i], _parts(layout, shape, i), names[i]) if i in names else ":"
+                for i in range(len(shape))
             )
         else:
             place = ", ".join(f"part {names[i]}" if i in names else ":" for i in range(len(shape)))

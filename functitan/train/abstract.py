@@ -37,14 +37,17 @@ def abstract_batch(task: Task, mesh: Mesh) -> dict[str, Array]:
     rows = task.rules.names.get("batch", ())
     return {
         name: abstract_array(
-            x.shape, x.dtype, layout_of(x.shape, [rows or None, *[None] * (x.ndim - 1)], mesh, f"batch/{name}"), mesh
+            x.shape,
+            x.dtype,
+            layout_of(x.shape, [rows or None, *[None] * (x.ndim - 1)], mesh, f"batch/{name}"),
+            mesh,
         )
         for name, x in eval_shape(task.source.batch, 0).items()
     }
 
 
 def compile_step(task: Task, mesh: Mesh) -> Compiled:
-    """The train step ``(state, batch) -> (state, metrics)``, compiled for a mesh; the given state is given up."""
+    """The train step ``(state, batch) -> (state, metrics)`` for a mesh; the given state is given up."""
     return compile(make_train_step(task), mesh=mesh, rules=task.rules, donate_argnums=0)
 
 

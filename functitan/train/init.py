@@ -22,8 +22,8 @@ PyTree = Any
 def init(key: torch.Tensor, declared: PyTree, mesh: Mesh | None = None, rules: Rules | None = None) -> PyTree:
     """Fill declared parameters.
 
-    Values are drawn by global element index, so they are the same bits on one device and on every mesh; each rank
-    makes only its own part.
+    Values are drawn by global element index, so they are the same bits on one device and on every mesh; each
+    rank makes only its own part.
 
     Args:
         key: a key of :mod:`functitan.random`.
@@ -32,8 +32,8 @@ def init(key: torch.Tensor, declared: PyTree, mesh: Mesh | None = None, rules: R
         rules: which mesh axes the logical axes are laid over, storage included.
 
     Returns:
-        The structure of ``declared``: Arrays in their storage layout; whole ones are plain tensors, as the results of
-        compiled functions are.
+        The structure of ``declared``: Arrays in their storage layout; whole ones are plain tensors, as the
+        results of compiled functions are.
 
     Raises:
         TreeError: a leaf that is no Param, or an initialiser that made another shape or dtype.
@@ -58,7 +58,9 @@ def init(key: torch.Tensor, declared: PyTree, mesh: Mesh | None = None, rules: R
     made = compile(initialize, mesh=mesh, rules=rules)(key)
     # A program's outputs are values like others; that some axes are for storage only is known here.
     return tree.map(
-        lambda x, lay: Array(x.shape, x.dtype, lay, mesh, x.shards) if isinstance(x, Array) else x, made, layouts
+        lambda x, lay: Array(x.shape, x.dtype, lay, mesh, x.shards) if isinstance(x, Array) else x,
+        made,
+        layouts,
     )
 
 
@@ -103,7 +105,7 @@ def param_layouts(declared: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
 def _given(rules: Rules | None) -> Rules:
     if rules is None:
         raise ShardingError(
-            "init on a mesh needs rules=ft.Rules(...), which say over which mesh axes each logical axis is laid. Write "
-            "None for an axis that stays whole."
+            "init on a mesh needs rules=ft.Rules(...), which say over which mesh axes each logical axis is "
+            "laid. Write None for an axis that stays whole."
         )
     return rules

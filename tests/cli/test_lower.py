@@ -90,7 +90,7 @@ def test_a_mesh_that_does_not_fit(monkeypatch, capsys):
 
 
 def test_show(monkeypatch, capsys):
-    out, lines = call(monkeypatch, capsys, "show", "llama3-8b", "--mesh", "fsdp=4,tensor=8")
+    _, lines = call(monkeypatch, capsys, "show", "llama3-8b", "--mesh", "fsdp=4,tensor=8")
     assert lines[0] == "llama3-8b on fsdp=4, tensor=8"
     (gate,) = [line for line in lines if line.startswith("layers/gate")]
     assert gate.split() == (

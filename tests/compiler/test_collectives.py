@@ -6,7 +6,7 @@ from tests.compiler.mlp import D, F, L, Sizes, lowered
 
 
 def test_fsdp_bytes_and_reasons():
-    """One gather per parameter and use, one reduce-scatter per gradient, each (n - 1) / n of the whole parameter."""
+    """One gather per parameter and use, one reduce-scatter per gradient, each (n - 1) / n of the whole."""
     found = lowered(fsdp=4).collectives()
     each = 4 * D * F * 3 // 4
     gathers = found.of(kind="all_gather", axes=("fsdp",))

@@ -20,7 +20,7 @@ H100 = CHIPS["h100"]
 )
 @pytest.mark.parametrize("axes", [{}, dict(fsdp=4), dict(tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
 def test_operations_of_matrix_products(axes, remat, products):
-    """Two products forward, four backward; what is not saved is computed again (the last product is not needed)."""
+    """Two products forward, four backward; what is not saved is computed again, but for the last product."""
     program = lowered(**axes, remat=remat)
     assert program.cost("h100").flops == products * 2 * B * S * D * F * L // program.mesh.size
 
@@ -91,7 +91,7 @@ def test_every_chip_has_its_source():
 
 
 def test_unknown_chip():
-    with pytest.raises(ConfigError, match='no chip "h10" in the table.*Did you mean "h100"'):
+    with pytest.raises(ConfigError, match=r'no chip "h10" in the table.*Did you mean "h100"'):
         chip("h10")
-    with pytest.raises(ConfigError, match="cost needs a chip"):
+    with pytest.raises(ConfigError, match=r"cost needs a chip"):
         lowered(fsdp=2).cost()

@@ -29,7 +29,7 @@ def test_bytes_from_formulas(axes, remat):
     gathered = 4 * D * F // sizes.tensor if sizes.fsdp > 1 else 0
     assert gathered <= memory["gathered parameters"] <= 2 * gathered
     if remat is not None:
-        # The stream that enters each layer but the first, which is the input, and the one that leaves the last.
+        # The stream that enters each layer but the first (the input), and the one that leaves the last.
         assert memory["saved activations"] == L * sizes.stream
     assert memory.peak == sum(memory.at_peak.values())
     assert all(memory.at_peak[c] <= memory.largest[c] for c in memory.largest)

@@ -43,7 +43,7 @@ def test_one_body():
     assert block.splitlines()[0] == "block:" and "block backward:" in block and "step:" not in block
     step = program.text("step")
     assert "block x 4(" in step and "block backward x 4(" in step
-    with pytest.raises(ArgumentError, match='no body "blok"; there are step, block. Did you mean "block"'):
+    with pytest.raises(ArgumentError, match=r'no body "blok"; there are step, block. Did you mean "block"'):
         program.text("blok")
 
 

@@ -66,7 +66,7 @@ def test_ranks():
 
 def test_errors():
     mesh = ft.make_mesh({"data": 2}, simulate=True)
-    with pytest.raises(ArgumentError, match="without a spec and a mesh; write ft.visualize"):
+    with pytest.raises(ArgumentError, match=r"without a spec and a mesh; write ft.visualize"):
         ft.visualize((8, 4))
     with pytest.raises(ArgumentError, match="takes no spec"):
         ft.visualize(ft.device_put(torch.zeros(2), ft.P("data"), mesh), ft.P("data"), mesh)

@@ -62,9 +62,9 @@ def test_abstract_parameters_have_the_same_layouts():
 
 def test_errors():
     mesh = ft.make_mesh({"fsdp": 3, "tensor": 1}, simulate=True)
-    with pytest.raises(ShardingError, match="init on a mesh needs rules=ft.Rules"):
+    with pytest.raises(ShardingError, match=r"init on a mesh needs rules=ft.Rules"):
         ft.init(KEY, DECLARED, mesh)
-    with pytest.raises(ShardingError, match="(?s)4 problems.*layers/down.*norm.*table"):
+    with pytest.raises(ShardingError, match=r"(?s)4 problems.*layers/down.*norm.*table"):
         ft.init(KEY, DECLARED, mesh, RULES["both"])
     with pytest.raises(TreeError, match="w is a float; declare it as a Param"):
         ft.init(KEY, {"w": 1.0}, ft.make_mesh({"fsdp": 2, "tensor": 1}, simulate=True), RULES["both"])
