@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spmd_types import PartitionSpec as P
 
     from functitan import debug, nn, optim, random, sharding, tree
-    from functitan.annotations import Param, checkpoint_name, constrain, region, scan
+    from functitan.annotations import Param, checkpoint_name, constrain, region, scan, use_params
     from functitan.autodiff import grad, value_and_grad, vjp
     from functitan.batching import vmap
     from functitan.runtime.check import check
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 _HOME = {
     "P": ("spmd_types", "PartitionSpec"),
     **dict.fromkeys(("debug", "nn", "optim", "random", "sharding", "tree"), ("", "")),
-    **dict.fromkeys(("Param", "checkpoint_name", "constrain", "region", "scan"), ("functitan.annotations", "")),
+    **dict.fromkeys(
+        ("Param", "checkpoint_name", "constrain", "region", "scan", "use_params"), ("functitan.annotations", "")
+    ),
     **dict.fromkeys(("grad", "value_and_grad", "vjp", "stop_gradient"), ("functitan.autodiff", "")),
     "vmap": ("functitan.batching", ""),
     "check": ("functitan.runtime.check", ""),

@@ -54,7 +54,7 @@ class Param:
 
 
 class Annotator(Protocol):
-    """What the tracer provides while it traces; see ``functitan.compile.trace``."""
+    """What the tracer provides while it traces; see ``functitan.compiler.trace``."""
 
     def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor: ...
 
@@ -66,7 +66,7 @@ class Annotator(Protocol):
         self, f: Callable[..., Any], init: Any, xs: Any, length: int, options: dict[str, Any]
     ) -> tuple[Any, Any]: ...
 
-    def use_params(self, params: Any) -> Any: ...
+    def use_params(self, params: Any, pending: tuple[str, ...]) -> Any: ...
 
 
 _active: contextvars.ContextVar[Annotator | None] = contextvars.ContextVar("annotator", default=None)
@@ -182,7 +182,16 @@ def _scan_length(xs: Any, length: int | None) -> int:
     return int(found.pop())  # type: ignore[arg-type]
 
 
-def use_params(params: Any) -> Any:
-    """Mark parameters as used for compute: storage-sharded dims are gathered where a value is first read."""
+def use_params(params: Any, pending: str | tuple[str, ...] | None = None) -> Any:
+    """Mark parameters as used for compute: storage-sharded dims are gathered where a value is first read.
+
+    ``ft.value_and_grad`` and ``ft.vjp`` do it for what they differentiate; a model does it at its start, so that it
+    also runs without a derivative. Twice is once.
+
+    Args:
+        params: a pytree of tensors.
+        pending: mesh axes over which gradients may stay pending sums; otherwise they take the parameters' layouts.
+    """
     annotator = _active.get()
-    return params if annotator is None else annotator.use_params(params)
+    axes = (pending,) if isinstance(pending, str) else tuple(pending or ())
+    return params if annotator is None else annotator.use_params(params, axes)

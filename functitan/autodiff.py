@@ -29,7 +29,10 @@ _Pullback = Callable[..., list[torch.Tensor]]
 
 
 def value_and_grad(
-    f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    pending: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
     """A function that returns the value of ``f`` and its gradient.
 
@@ -38,6 +41,8 @@ def value_and_grad(
             passed on and not differentiated.
         argnums: which positional arguments to differentiate; each is a pytree of floating tensors.
         has_aux: whether ``f`` returns ``(loss, aux)``.
+        pending: mesh axes over which a compiled function leaves gradients as pending sums, to add several of
+            them up before one reduction; otherwise a gradient is laid out as its parameter is stored.
 
     Returns:
         A function of the arguments of ``f`` that returns ``(value, gradient)``, or ``((value, aux),
@@ -67,7 +72,7 @@ def value_and_grad(
         def flat(inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
             given = list(args)
             for i, value in zip(places, tree.unflatten(treedef, inputs), strict=True):
-                given[i] = use_params(value)
+                given[i] = use_params(value, pending)
             out = f(*given, **kwargs)
             loss, aux = _pair(out, name) if has_aux else (out, None)
             _check_loss(loss, name)
@@ -84,7 +89,10 @@ def value_and_grad(
 
 
 def grad(
-    f: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False
+    f: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    pending: str | tuple[str, ...] | None = None,
 ) -> Callable[..., Any]:
     """As :func:`value_and_grad`, without the value: returns the gradient, or ``(gradient, aux)``.
 
@@ -93,7 +101,7 @@ def grad(
     >>> grad(grad(lambda x: x**3))(torch.tensor(2.0))
     tensor(12.)
     """
-    both = value_and_grad(f, argnums, has_aux)
+    both = value_and_grad(f, argnums, has_aux, pending)
 
     @functools.wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,13 +111,19 @@ def grad(
     return call
 
 
-def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
+def vjp(
+    f: Callable[..., Any],
+    *primals: Any,
+    has_aux: bool = False,
+    pending: str | tuple[str, ...] | None = None,
+) -> Any:
     """Run ``f`` and return its result and the function that pulls cotangents back.
 
     Args:
         f: returns a pytree of floating tensors, or with ``has_aux`` a pair of it and a pytree.
         primals: the arguments of ``f``; each is a pytree of floating tensors.
         has_aux: whether ``f`` returns ``(out, aux)``.
+        pending: as for :func:`value_and_grad`.
 
     Returns:
         ``(out, pullback)``, or ``(out, pullback, aux)``. ``pullback`` takes cotangents with the structure,
@@ -129,7 +143,7 @@ def vjp(f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
     leaves, treedef = tree.flatten(primals)
 
     def flat(inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-        out = f(*tree.unflatten(treedef, inputs))
+        out = f(*use_params(tree.unflatten(treedef, inputs), pending))
         out, aux = _pair(out, name) if has_aux else (out, None)
         _check_outputs(out, name)
         outs, out_tree = tree.flatten(out)

@@ -199,7 +199,7 @@ def test_use_params_sees_the_differentiated_argument():
     class Recorder:
         seen: list
 
-        def use_params(self, params):
+        def use_params(self, params, pending):
             self.seen.append(params)
             return tree.map(lambda v: v * 2, params)
 

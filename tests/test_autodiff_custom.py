@@ -189,7 +189,7 @@ def test_a_call_while_annotations_are_active():
 
 
 class _Identity:
-    def use_params(self, params):
+    def use_params(self, params, pending):
         return params
 
 

@@ -17,7 +17,7 @@ from functitan.compiler import markers, messages, nodes, trace
 from functitan.compiler.program import LoweredBody, call_body, call_body_backward, scan_body, scan_body_backward
 from functitan.compiler.values import Opaque, Value
 from functitan.errors import ShardingError
-from functitan.sharding.layout import Layout, by_slices, replicated
+from functitan.sharding.layout import Layout, by_slices, replicated, without
 from functitan.sharding.logical import layout_of
 from functitan.sharding.op_rules.base import Decompose, TensorType
 
@@ -66,10 +66,14 @@ def use_param(p: Propagator, node: fx.Node) -> Value:
 
 
 def param_gradient(p: Propagator, node: fx.Node) -> Value:
-    """Lay a gradient out as its parameter, reduced in ``reduce_dtype`` at least."""
+    """Lay a gradient out as its parameter, reduced in ``reduce_dtype`` at least, except over axes kept pending."""
     v, param = (p.env[a] for a in node.args[:2])
+    asked = tuple(node.args[3])
+    for axis in asked:
+        p.ctx.mesh.require(axis, f"pending={asked!r} of a derivative")
     target = param.layout or replicated(v.type.shape)
-    layout = Layout(target.dims, storage=target.storage)
+    kept = tuple(a for a in (v.layout.pending if v.layout is not None else ()) if a in asked)
+    layout = Layout(without(target, kept, p.sizes).dims, kept, target.storage - set(kept))
     local = reduced_gradient(p, v, layout, param.param)
     local.meta["gradient"] = param.param  # for reports
     return p.value(v.type, layout, local)
@@ -79,7 +83,8 @@ def reduced_gradient(p: Propagator, v: Value, layout: Layout, param: str) -> fx.
     """A gradient in its layout; a pending sum is added up in ``reduce_dtype`` at least."""
     v.param = v.param or param
     wide = torch.promote_types(v.type.dtype, p.ctx.reduce_dtype)
-    if v.layout is None or not v.layout.pending or wide == v.type.dtype:
+    adds = v.layout is not None and set(v.layout.pending) - set(layout.pending)
+    if v.layout is None or not adds or wide == v.type.dtype:
         return p.read(v, layout, f"gradient of {v.param or param}")
     own = p.emitter.call(aten._to_copy.default, p.read(v, v.layout), dtype=wide)
     raised = p.value(TensorType(v.type.shape, wide), v.layout, own)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from spmd_types import PartitionSpec
-from torch.autograd.function import once_differentiable
 
+from functitan.compiler.source import at, current_line
 from functitan.errors import ShardingError, TraceError
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ BODIES: weakref.WeakValueDictionary[str, Body] = weakref.WeakValueDictionary()
 _LIB = torch.library.Library("functitan", "FRAGMENT")
 _LIB.define("constrain(Tensor x, str spec) -> Tensor")
 _LIB.define("constrain_like(Tensor x, Tensor like) -> Tensor")
-_LIB.define("use_param(Tensor param, int place) -> Tensor")
-_LIB.define("param_gradient(Tensor gradient, Tensor param, int place) -> Tensor")
+_LIB.define("use_param(Tensor param, int place, str[] pending) -> Tensor")
+_LIB.define("param_gradient(Tensor gradient, Tensor param, int place, str[] pending) -> Tensor")
 _LIB.define("checkpoint_name(Tensor x, str name) -> Tensor")
 _LIB.define("region(Tensor[] inputs, str body) -> Tensor[]")
 _LIB.define("region_backward(Tensor token, Tensor[] cotangents, str body) -> Tensor[]")
@@ -50,7 +50,7 @@ def _save_operand(ctx: Any, inputs: Any, output: Any) -> None:
 
 def _save_param(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(inputs[0])
-    ctx.place = inputs[1]
+    ctx.place, ctx.pending = inputs[1:]
 
 
 torch.library.register_autograd(
@@ -62,11 +62,11 @@ torch.library.register_autograd(
 torch.library.register_autograd("functitan::constrain_like", lambda ctx, g: (g, None), lib=_LIB)
 torch.library.register_autograd(
     "functitan::use_param",
-    lambda ctx, g: (ops.param_gradient(g, ctx.saved_tensors[0], ctx.place), None),
+    lambda ctx, g: (ops.param_gradient(g, ctx.saved_tensors[0], ctx.place, ctx.pending), None, None),
     setup_context=_save_param,
     lib=_LIB,
 )
-torch.library.register_autograd("functitan::param_gradient", lambda ctx, g: (g, None, None), lib=_LIB)
+torch.library.register_autograd("functitan::param_gradient", lambda ctx, g: (g, None, None, None), lib=_LIB)
 torch.library.register_autograd("functitan::checkpoint_name", lambda ctx, g: (g, None), lib=_LIB)
 
 
@@ -151,9 +151,14 @@ class Call(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         body = ctx.body
+        if torch.is_grad_enabled():  # autograd keeps the graph of this backward: a derivative of it may follow
+            raise TraceError(
+                f"{at(current_line())}a second derivative through the {'region' if ctx.length is None else 'scan'} "
+                f"{body.name}: the derivative of a region or scan is a body of its own, which has no derivative. Take the "
+                "second derivative inside the body, or call the function without ft.region."
+            )
         (token,) = ctx.saved_tensors
         given = [c for c, d in zip(cotangents, body.differentiable, strict=True) if d]
         if ctx.length is None:
@@ -166,12 +171,13 @@ class Call(torch.autograd.Function):
         return (None, None, *gradients)
 
 
-def _no_vmap(*_: Any) -> Any:
+def no_vmap(*_: Any) -> Any:
+    """Refuse a batched annotation."""
     raise TraceError(
-        "vmap over a function with ft.constrain, ft.region, ft.scan or parameters of a compiled function: these have "
-        "no batched form. Call vmap inside the region on plain tensor code, or write the batch dim out."
+        f"{at(current_line())}vmap over a function with ft.constrain, ft.region, ft.scan or parameters of a compiled "
+        "function: these have no batched form. Call vmap inside the region on plain tensor code, or write the batch dim out."
     )
 
 
 for _name in ("constrain", "use_param", "region", "scan"):
-    torch.library.register_vmap(f"functitan::{_name}", _no_vmap, lib=_LIB)
+    torch.library.register_vmap(f"functitan::{_name}", no_vmap, lib=_LIB)

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from functitan.compiler import reshard
-from functitan.compiler.source import SourceLine
+from functitan.compiler.source import SourceLine, at
 from functitan.compiler.values import Value
 from functitan.sharding.layout import Layout, dim_text
 from functitan.sharding.op_rules.base import Call, Solution
-
-
-def at(line: SourceLine | None) -> str:
-    """The user's line at the start of a message."""
-    return f"{line.shown()}: " if line is not None else ""
 
 
 def human(nbytes: float) -> str:
@@ -66,10 +61,18 @@ def conflict(
         for i, (have, want) in enumerate(zip(layouts, solution.operands, strict=True))
         if have is not None and have.dims != want.dims
     ]
-    if changed and changed[0][1].is_spec:
-        spec = ", ".join(repr(e) for e in changed[0][1].spec)
+    stored = [i for i, have in enumerate(layouts) if have is not None and have.storage and not have.active]
+    if changed and changed[0][0] in stored:
+        have = layouts[changed[0][0]]
+        assert have is not None
         rows.append(
-            f"    Write ft.constrain(operand {changed[0][0]}, P({spec})) before this line, or with logical names; "
+            f"    Operand {changed[0][0]} is a parameter in storage over {', '.join(sorted(have.storage))}. Write "
+            "params = ft.use_params(params) where the function begins: parameters that are not differentiated are "
+            "gathered only where they are marked as used."
+        )
+    elif changed:
+        rows.append(
+            f"    Write {written(f'operand {changed[0][0]}', changed[0][1])} before this line, or with logical names; "
             'or compile with conflicts="auto".'
         )
     return "\n".join(rows)

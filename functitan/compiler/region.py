@@ -116,10 +116,13 @@ class TracingAnnotator:
     def checkpoint_name(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return markers.ops.checkpoint_name(x, name)
 
-    def use_params(self, params: Any) -> Any:
+    def use_params(self, params: Any, pending: tuple[str, ...]) -> Any:
+        if _torch.inside_functorch():
+            return params  # per-example derivatives: marks have no batched form
+
         def use(p: torch.Tensor) -> torch.Tensor:
             if id(p) not in self._used:
-                used = markers.ops.use_param(p, next(self._places))
+                used = markers.ops.use_param(p, next(self._places), list(pending))
                 self._used[id(used)] = used
                 return used
             return p  # a model that marks its parameters inside a derivative that did
@@ -127,6 +130,8 @@ class TracingAnnotator:
         return tree.map(use, params)
 
     def region(self, f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if _torch.inside_functorch():
+            markers.no_vmap()
         leaves, in_tree = tree.flatten(args)
         leaves = [self._swap(leaf) for leaf in leaves]
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
@@ -145,6 +150,8 @@ class TracingAnnotator:
     def scan(
         self, f: Callable[..., Any], init: Any, xs: Any, length: int, options: dict[str, Any]
     ) -> tuple[Any, Any]:
+        if _torch.inside_functorch():
+            markers.no_vmap()
         carry, carry_tree = tree.flatten(init)
         rows, xs_tree = tree.flatten(xs)
         carry, rows = [self._swap(c) for c in carry], [self._swap(r) for r in rows]

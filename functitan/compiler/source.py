@@ -11,24 +11,8 @@ from types import CodeType, FrameType, TracebackType
 import functitan
 
 _PACKAGE = os.path.dirname(os.path.abspath(functitan.__file__)) + os.sep
-#: Parts of the package that stand between a user's line and torch; model code of ours counts as a user's.
-_MACHINERY = tuple(
-    _PACKAGE + part
-    for part in (
-        "compiler" + os.sep,
-        "runtime" + os.sep,
-        "ops" + os.sep,
-        "sharding" + os.sep,
-        "annotations.py",
-        "autodiff",
-        "custom_vjp.py",
-        "remat.py",
-        "debug.py",
-        "tree.py",
-        "random.py",
-        "_torch.py",
-    )
-)
+#: Parts of the package that count as a user's code; the rest stands between a user's line and torch.
+_LIKE_USERS = tuple(_PACKAGE + part + os.sep for part in ("nn", "optim", "train", "recipes", "data"))
 _LIBRARIES = tuple(os.sep + name + os.sep for name in ("torch", "optree", "spmd_types", "contextlib.py"))
 _known: dict[CodeType, bool] = {}
 
@@ -59,7 +43,7 @@ def _is_user(code: CodeType) -> bool:
     if known is None:
         name = code.co_filename
         known = not (
-            name.startswith(_MACHINERY)
+            (name.startswith(_PACKAGE) and not name.startswith(_LIKE_USERS))
             or name.startswith("<")
             or any(lib in name for lib in _LIBRARIES)
             or name.endswith(os.sep + "contextlib.py")
@@ -87,3 +71,8 @@ def line_of(trace: TracebackType | None) -> SourceLine | None:
             found = SourceLine(code.co_filename, trace.tb_lineno, code.co_name)
         trace = trace.tb_next
     return found
+
+
+def at(line: SourceLine | None) -> str:
+    """The user's line at the start of a message."""
+    return f"{line.shown()}: " if line is not None else ""

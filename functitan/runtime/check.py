@@ -24,7 +24,8 @@ from functitan.compiler.lower import lower
 from functitan.compiler.precision import to_float64
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, trace
-from functitan.compiler.verify import Verification, difference, verify
+from functitan.compiler.by_value import difference
+from functitan.compiler.verify import Verification, verify
 from functitan.runtime.lockstep import Lockstep
 from functitan.sharding.array import Array, assemble, local_part
 from functitan.sharding.layout import Layout, replicated
@@ -225,7 +226,7 @@ class _GradientTap:
         with annotations.activate(self):
             return f(carry, x)
 
-    def use_params(self, params: Any) -> Any:
+    def use_params(self, params: Any, pending: tuple[str, ...]) -> Any:
         def tap(p: torch.Tensor) -> torch.Tensor:
             if id(p) in self._used:
                 return p
