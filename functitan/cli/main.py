@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from functitan.cli.check import check
 from functitan.cli.lower import lower
 from functitan.cli.recipes import recipes
 from functitan.cli.rules import rules
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Pure functions on global tensors, sharded by annotations, for PyTorch.",
 )
-for command in (train, lower, show, recipes, rules):
+for command in (train, lower, check, show, recipes, rules):
     app.command()(command)
 
 

@@ -296,6 +296,7 @@ class Propagator:
             tuple(layouts),
             (layout,),
             lambda emitter, ops: self._local_call(emitter, call, eq, ops, layouts, [layout]),
+            equation=eq,
         )
         return node
 
@@ -312,6 +313,7 @@ class Propagator:
             tuple(layouts),
             lambda emitter, ops: self._reduced(emitter, call, eq, ops, solution)[0],
             eq.reduce,
+            eq,
         )
         results: list[Value] = []
         for out, layout, typ in zip(outs, layouts, call.outputs, strict=True):
@@ -407,7 +409,19 @@ class Propagator:
         )
         made = self.value(typ, out, local)
         made.param = v.param
+        if layout.active and found.backward is not None:
+            made.make = lambda wanted: self._view_of_gathered(v, made, found, wanted)
         return made
+
+    def _view_of_gathered(self, v: Value, view: Value, found: DimMap, layout: Layout) -> fx.Node:
+        """Read a view of a stored parameter: the parameter is gathered once, however it is viewed."""
+        assert found.backward is not None
+        try:
+            wanted = Layout(found.backward(layout.dims, self.sizes), layout.pending)
+        except Unsplittable:
+            return self._move(view, layout, self.emitter.origin.backward)
+        target, args = found.local(layout.local_shape)
+        return self.emitter.call(target, self.read(v, wanted), *args)
 
     def _apply_moves(self, x: fx.Node, src: Layout, dst: Layout, typ: TensorType) -> fx.Node:
         for move in reshard.plan(src, dst, self.sizes, typ.dtype.itemsize):

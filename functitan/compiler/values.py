@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from functitan.sharding.layout import Layout
-from functitan.sharding.op_rules.base import Call, TensorType
+from functitan.sharding.op_rules.base import Call, Equation, TensorType
 
 
 @dataclass(eq=False)
@@ -51,6 +51,7 @@ class Applied:
         operands, outputs: the layouts it was given and gave.
         emit: makes the local ops: (emitter, local operands) -> local outputs.
         reduce: how the parts of a contracted dim were joined; anything but "sum" at once.
+        equation: the rule, when it is one.
     """
 
     call: Call
@@ -58,6 +59,7 @@ class Applied:
     outputs: tuple[Layout, ...]
     emit: Callable[[Any, list[Any]], list[Any]]
     reduce: str = "sum"
+    equation: Equation | None = None
 
     @property
     def key(self) -> Any:

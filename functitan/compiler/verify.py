@@ -8,27 +8,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import fx
-
 from functitan import _torch
-from functitan.compiler.emit import Emitter
+from functitan.compiler.by_value import Run, check_by_value, has_sizes, shrunk
 from functitan.compiler.program import Program
 from functitan.compiler.values import Applied
 from functitan.errors import ShardingError
-from functitan.sharding.array import assemble, local_part
 from functitan.sharding.layout import Layout, digit_size
 from functitan.sharding.mesh import Mesh
-from functitan.sharding.op_rules.base import Call, Operand, TensorType
+from functitan.sharding.op_rules.base import Operand
 
 #: Calls with more elements than this are not run by value.
 VALUE_LIMIT = 1 << 22
-#: Relative difference up to which a value in float64 counts as equal.
-TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True)
@@ -57,10 +51,6 @@ class Verification:
         return "\n".join([text, *self.problems])
 
 
-#: Runs a graph without bodies on all ranks: (graph, per-rank inputs) -> per-rank outputs.
-Run = Callable[[fx.Graph, list[list[torch.Tensor]]], list[list[torch.Tensor]]]
-
-
 def verify(program: Program, run: Run) -> Verification:
     """Check every layout of a program.
 
@@ -86,7 +76,8 @@ def verify(program: Program, run: Run) -> Verification:
             if isinstance(verdict, str):
                 problems.append(f"{where}: {verdict}")
             agreed += verdict is True
-            size = sum(t.numel for t in (*applied.call.operands, *applied.call.outputs))
+            small = shrunk(applied, program.mesh.shape).call
+            size = sum(t.numel for t in (*small.operands, *small.outputs))
             if size > VALUE_LIMIT:
                 if verdict is None:
                     unchecked.append(str(applied.call.op))
@@ -100,113 +91,6 @@ def verify(program: Program, run: Run) -> Verification:
     if problems:
         raise ShardingError(f"{len(problems)} layouts of {program.name} are wrong:\n" + "\n".join(problems[:10]))
     return found
-
-
-# --- by value --------------------------------------------------------------------------------------------------
-
-
-def check_by_value(applied: Applied, mesh: Mesh, run: Run) -> str:
-    """Run a call whole and in parts; an empty text when they agree."""
-    call = applied.call
-    generator = torch.Generator().manual_seed(0)
-    wide = [TensorType(t.shape, _wide(t.dtype)) for t in call.operands]
-    values = [_random(t, generator) for t in wide]
-    for i in call.zeros:
-        values[i].zero_()
-    sizes = {a: n for a, n in mesh.axes if n > 1}
-    emitter = Emitter(sizes, _torch.FakeTensorMode())
-    nodes = []
-    for i, (t, layout) in enumerate(zip(wide, applied.operands, strict=True)):
-        nodes.append(emitter.placeholder(f"x{i}", t, layout))
-    outs = applied.emit(emitter, list(nodes))
-    emitter.graph.output(list(outs))
-    parts = [_parts(v, lay, mesh, generator) for v, lay in zip(values, applied.operands, strict=True)]
-    whole = call.op(*_filled(call.args, values), **_filled(call.kwargs, values))
-    expected = [t for t in whole if t is not None] if isinstance(whole, list | tuple) else [whole]
-    found = run(_wide_graph(emitter.graph), parts)
-    for i, (want, rows, layout) in enumerate(zip(expected, found, applied.outputs, strict=True)):
-        got = assemble(rows, layout, mesh)
-        error = difference(got, want)
-        if error > TOLERANCE:
-            return (
-                f"{call.op} with operands {', '.join(str(x) for x in applied.operands)} gives output {i} as {layout}; run by "
-                f"value on {mesh} it differs from the whole op by {error:.1e}."
-            )
-    return ""
-
-
-def _wide_graph(graph: fx.Graph) -> fx.Graph:
-    for node in graph.nodes:
-        if node.op == "call_function":
-            node.args = fx.node.map_aggregate(node.args, lambda a: _wide(a) if isinstance(a, torch.dtype) else a)  # type: ignore[assignment]
-            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda a: _wide(a) if isinstance(a, torch.dtype) else a)  # type: ignore[assignment]
-    return graph
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _random(t: TensorType, generator: torch.Generator) -> torch.Tensor:
-    if t.dtype.is_floating_point:
-        # Away from zero and one: roots, logarithms and quotients stay defined.
-        return torch.rand(t.shape, generator=generator, dtype=t.dtype) * 0.8 + 0.1
-    if t.dtype.is_complex:
-        return torch.randn(t.shape, generator=generator, dtype=t.dtype)
-    return torch.randint(0, 2, t.shape, generator=generator).to(t.dtype)
-
-
-def _parts(x: torch.Tensor, layout: Layout, mesh: Mesh, generator: torch.Generator) -> list[torch.Tensor]:
-    """Local parts; over pending axes random addends whose sum is the value."""
-    places = list(mesh.coordinates())
-    settled = Layout(layout.dims)
-    out = []
-    addends: dict[tuple[int, ...], torch.Tensor] = {}
-    for c in places:
-        mine = tuple(c[a] for a in layout.pending)
-        if not layout.pending:
-            out.append(local_part(x, settled, c, mesh))
-            continue
-        if mine not in addends:
-            share = _random(TensorType(tuple(x.shape), x.dtype), generator)
-            addends[mine] = share
-        out.append(local_part(addends[mine], settled, c, mesh))
-    if layout.pending:
-        total = sum(addends.values())
-        last = tuple(places[-1][a] for a in layout.pending)
-        fix = x - total
-        for i, c in enumerate(places):
-            if tuple(c[a] for a in layout.pending) == last:
-                out[i] = out[i] + local_part(fix, settled, c, mesh)
-    return out
-
-
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """max|a - b| / max|b|; equal infinities and NaNs count as equal, integers must be equal."""
-    if a.shape != b.shape:
-        return float("inf")
-    if not b.numel():
-        return 0.0
-    if not b.dtype.is_floating_point and not b.dtype.is_complex:
-        return 0.0 if torch.equal(a.to(b.dtype), b) else float("inf")
-    same = (a == b) | (a.isnan() & b.isnan())
-    gap = torch.where(same, torch.zeros_like(b), a - b).abs().max()
-    scale = b[b.isfinite()].abs().max() if b.isfinite().any() else torch.ones(())
-    return float(gap / scale) if scale > 0 else float(gap)
-
-
-def _filled(tree: Any, values: Sequence[torch.Tensor]) -> Any:
-    if isinstance(tree, Operand):
-        return values[tree.index]
-    if isinstance(tree, torch.dtype):
-        return _wide(tree)
-    if isinstance(tree, dict):
-        return {k: _filled(v, values) for k, v in tree.items()}
-    if isinstance(tree, tuple | list):
-        return [_filled(v, values) for v in tree] if isinstance(tree, list) or type(tree) is not tuple else tuple(
-            _filled(v, values) for v in tree
-        )
-    return tree
 
 
 # --- DTensor's opinion -----------------------------------------------------------------------------------------
@@ -229,7 +113,7 @@ class _Opinion:
     def ask(self, applied: Applied) -> bool | str | None:
         """True when DTensor agrees on all axes, a sentence when it does not, None without an opinion."""
         call = applied.call
-        if _has_sizes(call) or not applied.call.operands:
+        if has_sizes(applied) or not applied.call.operands:
             return None
         axes = {a for lay in (*applied.operands, *applied.outputs) for a in (*lay.axes, *lay.pending)}
         agreed = False
@@ -263,11 +147,6 @@ def _made(tree: Any, make: Callable[[int], Any]) -> Any:
     if isinstance(tree, list | tuple):
         return [_made(v, make) for v in tree]
     return tree
-
-
-def _has_sizes(call: Call) -> bool:
-    """Whether sizes of the call's tensors stand among its arguments: they would have to be local ones."""
-    return any("SymInt[]" in str(a.type) or a.name in ("size", "shape") for a in call.op._schema.arguments)
 
 
 def _axis_shape(layout: Layout, axis: str, sizes: dict[str, int]) -> tuple[int, ...]:
