@@ -4,6 +4,7 @@ from spmd_types import PartitionSpec
 
 from functitan.sharding.layout import Layout
 from functitan.sharding.logical import Rules
+from functitan.sharding.op_rules import covered, register_rule
 from functitan.sharding.mesh import Mesh, abstract_mesh, make_mesh
 
-__all__ = ["Layout", "Mesh", "PartitionSpec", "Rules", "abstract_mesh", "make_mesh"]
+__all__ = ["Layout", "Mesh", "PartitionSpec", "Rules", "abstract_mesh", "covered", "make_mesh", "register_rule"]

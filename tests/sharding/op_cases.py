@@ -51,30 +51,35 @@ def case(family: str, name: str, f: Callable[..., object], *inputs: torch.Tensor
 # --- pointwise -------------------------------------------------------------------------------------------------
 
 UNARY = (
-    "abs acos acosh angle asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor frac "
+    "abs acos angle asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor frac "
     "isfinite isinf isnan lgamma log log10 log1p log2 logical_not logit nan_to_num neg positive rad2deg reciprocal round "
     "rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc i0"
 ).split()
-for name in UNARY:
-    x = positive(4, 6) if name != "acosh" else positive(4, 6) + 1
-    case("pointwise", name, getattr(torch, name), x)
+for start in range(0, len(UNARY), 8):  # several in one call: what takes time is the number of traces
+    group = [getattr(torch, name) for name in UNARY[start : start + 8]]
+    case("pointwise", "_".join(UNARY[start : start + 8]), lambda x, group=group: [f(x) for f in group], positive(4, 6))
+case("pointwise", "acosh", torch.acosh, positive(4, 6) + 1)
 
 ACTIVATIONS = (
     "relu relu6 silu gelu elu selu celu leaky_relu softplus softsign tanhshrink hardtanh hardsigmoid hardswish mish "
     "logsigmoid hardshrink softshrink threshold glu"
 ).split()
-for name in ACTIVATIONS:
-    args = (0.1, 20.0) if name == "threshold" else ()
-    case("pointwise", name, lambda x, name=name, args=args: getattr(F, name)(x, *args), normal(4, 8))
+ARGUMENTS = {"threshold": (0.1, 20.0)}
+for start in range(0, len(ACTIVATIONS), 5):
+    names = ACTIVATIONS[start : start + 5]
+    case("pointwise", "_".join(names), lambda x, names=names: [getattr(F, n)(x, *ARGUMENTS.get(n, ())) for n in names],
+         normal(4, 8))  # fmt: skip
 case("pointwise", "gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), normal(4, 8))
 case("pointwise", "prelu", lambda x, w: F.prelu(x, w), normal(4, 8, 2), positive(8))
 
 BINARY = (
     "add sub mul div maximum minimum fmax fmin atan2 pow hypot copysign logaddexp logaddexp2 xlogy fmod remainder "
-    "floor_divide eq ne lt le gt ge nextafter rsub"
+    "eq ne lt le gt ge nextafter rsub"
 ).split()
-for name in BINARY:
-    case("pointwise", name, getattr(torch, name), positive(4, 6) + 0.05, positive(4, 6))
+for start in range(0, len(BINARY), 6):
+    group = [getattr(torch, name) for name in BINARY[start : start + 6]]
+    case("pointwise", "_".join(BINARY[start : start + 6]), lambda x, y, group=group: [f(x, y) for f in group],
+         positive(4, 6) + 0.05, positive(4, 6))  # fmt: skip
 case("pointwise", "add_broadcast", lambda x, y: x + y, normal(4, 1, 6), normal(8, 6))
 case("pointwise", "mul_broadcast", lambda x, y: x * y, normal(4, 1, 6), normal(8, 1))
 case("pointwise", "add_alpha", lambda x, y: torch.add(x, y, alpha=0.3), normal(4, 6), normal(4, 6))
@@ -105,6 +110,7 @@ case("pointwise", "where_number", lambda c, x: torch.where(c, x, 0.0), truth(4, 
 case("pointwise", "masked_fill", lambda x, c: x.masked_fill(c, 2.0), normal(4, 6), truth(4, 6))
 case("pointwise", "masked_fill_zero", lambda x, c: x.masked_fill(c, 0.0), normal(4, 6), truth(6))
 case("pointwise", "masked_fill_tensor", lambda x, c, v: x.masked_fill(c, v), normal(4, 6), truth(4, 6), normal())
+case("pointwise", "floor_divide", torch.floor_divide, positive(4, 6), positive(4, 6))
 case("pointwise", "heaviside", torch.heaviside, whole(3, 4, 6).double() - 1, normal(4, 6))
 case("pointwise", "ldexp", torch.ldexp, normal(4, 6), whole(3, 4, 6))
 case("pointwise", "complex", lambda x, y: torch.complex(x, y).abs(), normal(4, 6), normal(4, 6))
