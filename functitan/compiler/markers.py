@@ -81,12 +81,12 @@ def encode_spec(spec: Any, pending: Any, ndim: int) -> str:
         entries = list(spec)
     except TypeError:
         raise ShardingError(
-            f"constrain was given {spec!r}; write a tuple with one logical axis name or None per dim, or a PartitionSpec."
+            f"{at(current_line())}constrain was given {spec!r}; write a tuple with one logical axis name or None per dim, or a PartitionSpec."
         ) from None
     if len(entries) != ndim:
         raise ShardingError(
-            f"constrain was given {len(entries)} entries {tuple(entries)!r} for a value of {ndim} dims; write one per dim, "
-            "None for a whole one."
+            f"{at(current_line())}constrain was given {len(entries)} entries {tuple(entries)!r} for a value of {ndim} dims; "
+            "write one per dim, None for a whole one."
         )
     pend = [pending] if isinstance(pending, str) else list(pending or ())
     return json.dumps({"mesh" if mesh else "axes": entries, "pending": pend})

@@ -87,24 +87,27 @@ def run(target: Any, operands: list[torch.Tensor], args: tuple[Any, ...], groups
     for ranks in groups.of(str(args[-1])):
         mine = [operands[r] for r in ranks]
         check_match(target, ranks, mine)
-        n = len(ranks)
-        if target is c10d.all_reduce.default:
-            total = _reduce(mine, args[0])
-            results = [total] + [total.clone() for _ in ranks[1:]]
-        elif target is c10d.all_gather_into_tensor.default:
-            full = torch.cat([x.contiguous() for x in mine])
-            results = [full] + [full.clone() for _ in ranks[1:]]
-        elif target is c10d.reduce_scatter_tensor.default:
-            results = [t.clone() for t in _reduce(mine, args[0]).chunk(n)]
-        elif target is c10d.all_to_all_single.default:
-            # Every rank's receive sizes equal the senders' send sizes.
-            pieces = [x.split(list(args[1])) for x in mine]
-            results = [torch.cat([pieces[src][me] for src in range(n)]) for me in range(n)]
-        else:
-            raise CollectiveMismatch(f"{target} is not a collective that the simulator knows.")
-        for r, x in zip(ranks, results, strict=True):
+        for r, x in zip(ranks, join(target, mine, args), strict=True):
             out[r] = x
     return out
+
+
+def join(target: Any, operands: list[torch.Tensor], args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """One collective on the operands of one group, in group order; every rank gets a tensor of its own."""
+    n = len(operands)
+    if target is c10d.all_reduce.default:
+        total = _reduce(operands, args[0])
+        return [total, *(total.clone() for _ in range(n - 1))]
+    if target is c10d.all_gather_into_tensor.default:
+        full = torch.cat([x.contiguous() for x in operands])
+        return [full, *(full.clone() for _ in range(n - 1))]
+    if target is c10d.reduce_scatter_tensor.default:
+        return [t.clone() for t in _reduce(operands, args[0]).chunk(n)]
+    if target is c10d.all_to_all_single.default:
+        # Every rank's receive sizes equal the senders' send sizes.
+        pieces = [x.split(list(args[1])) for x in operands]
+        return [torch.cat([pieces[src][me] for src in range(n)]) for me in range(n)]
+    raise CollectiveMismatch(f"{target} is not a collective that the simulator knows.")
 
 
 COLLECTIVES = frozenset(
