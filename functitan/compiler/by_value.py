@@ -23,6 +23,8 @@ from functitan.sharding.op_rules.base import Labels, Operand, TensorType
 
 #: Relative difference up to which a value in float64 counts as equal.
 TOLERANCE = 1e-10
+#: Integer operands of these are not zero.
+_DIVISIONS = ("aten::div", "aten::floor_divide", "aten::remainder", "aten::fmod")
 #: Local indices that a shrunk dim keeps between two mesh axes.
 _RUN = 2
 #: Runs a graph without bodies on all ranks: (graph, per-rank inputs) -> per-rank outputs.
@@ -70,6 +72,8 @@ def check_by_value(applied: Applied, mesh: Mesh, run: Run) -> str:
     values = [_random(t, generator) for t in wide]
     for i in call.zeros:
         values[i].zero_()
+    if call.op._schema.name in _DIVISIONS:
+        values = [v if v.is_floating_point() else v.clamp_min(1) for v in values]
     sizes = {a: n for a, n in mesh.axes if n > 1}
     emitter = Emitter(sizes, _torch.FakeTensorMode())
     nodes = []

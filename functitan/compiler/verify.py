@@ -23,6 +23,9 @@ from functitan.sharding.op_rules.base import Operand
 
 #: Calls with more elements than this are not run by value.
 VALUE_LIMIT = 1 << 22
+#: Where DTensor answers another question (tried on torch 2.13): it keeps logical reductions pending as sums and
+#: products, and gives a convolution's results back replicated.
+_NO_OPINION = ("aten::any", "aten::all", "aten::convolution", "aten::convolution_backward")
 
 
 @dataclass(frozen=True)
@@ -113,8 +116,10 @@ class _Opinion:
     def ask(self, applied: Applied) -> bool | str | None:
         """True when DTensor agrees on all axes, a sentence when it does not, None without an opinion."""
         call = applied.call
-        if has_sizes(applied) or not applied.call.operands:
+        if has_sizes(applied) or not call.operands or call.op._schema.name in _NO_OPINION:
             return None
+        if any(isinstance(a, list | tuple) and not a for a in (*call.args, *call.kwargs.values())):
+            return None  # an empty list of dims means all of them; DTensor reads it as none
         axes = {a for lay in (*applied.operands, *applied.outputs) for a in (*lay.axes, *lay.pending)}
         agreed = False
         for axis in sorted(axes):
