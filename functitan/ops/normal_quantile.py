@@ -1,4 +1,4 @@
-"""The inverse of the normal distribution function, from position-independent ops only.
+"""The inverse of the normal distribution function as one op, from position-independent ops only.
 
 A sample must not depend on where in a vectorised loop its element falls: on CPU, some kernels take another
 path for the last elements of a tensor and give other bits there. Only ops that tests/test_random_position.py
@@ -82,6 +82,10 @@ _FAR = (
 #: Below this tail probability the third approximation is needed.
 FAR_TAIL = math.exp(-25.0)
 
+_NAME = "functitan::normal_quantile"
+# By parts, as threefry. One op, because its sixty steps would be most of what a traced initialiser is made of.
+torch.library.define(_NAME, "(Tensor q, Tensor tail, float smallest_tail) -> Tensor", tags=(torch.Tag.pointwise,))
+
 
 def normal_quantile(q: torch.Tensor, tail: torch.Tensor, smallest_tail: float = 0.0) -> torch.Tensor:
     """The z for which a standard normal falls below z with probability ``0.5 + q``.
@@ -102,12 +106,22 @@ def normal_quantile(q: torch.Tensor, tail: torch.Tensor, smallest_tail: float = 
     >>> [round(z, 6) for z in normal_quantile(q, 0.5 - q.abs()).tolist()]
     [0.0, 1.959964, -1.959964]
     """
+    return torch.ops.functitan.normal_quantile.default(q, tail, smallest_tail)
+
+
+@torch.library.impl(_NAME, "CompositeExplicitAutograd")
+def _kernel(q: torch.Tensor, tail: torch.Tensor, smallest_tail: float) -> torch.Tensor:
     central = _ratio(_CENTRAL, 0.180625 - q * q) * q
     r = torch.sqrt(-torch.log(tail))
     outer = _ratio(_TAIL, r - 1.6)
     if smallest_tail < FAR_TAIL:
         outer = torch.where(r <= 5.0, outer, _ratio(_FAR, r - 5.0))
     return torch.where(q.abs() <= 0.425, central, torch.where(q < 0.0, -outer, outer))
+
+
+@torch.library.register_fake(_NAME)
+def _fake(q: torch.Tensor, tail: torch.Tensor, smallest_tail: float) -> torch.Tensor:
+    return torch.empty_like(q)
 
 
 def _ratio(coefficients: tuple[tuple[float, ...], tuple[float, ...]], x: torch.Tensor) -> torch.Tensor:
