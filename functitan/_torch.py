@@ -156,3 +156,8 @@ class DTensorPropagation:
             return None
         outs = out if isinstance(out, (list, tuple)) else [out]
         return [back(o.placements[0]) for o in outs]
+
+
+def register_group(name: str, group: object) -> None:
+    """Make a process group known to functional collectives under a name."""
+    torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]

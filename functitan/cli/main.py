@@ -44,8 +44,35 @@ def common(
 
 def main() -> None:
     """Run the command line; an error that functitan raised is its message and exit code 2."""
+    import os
+
     try:
         app()
     except FunctitanError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception:
+        if "FUNCTITAN_LAUNCHED" not in os.environ:
+            raise
+        import traceback
+
+        _fail(traceback.format_exc(), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    """Show an error, or leave it for the launcher of several processes, which shows the first."""
+    import os
+
+    if "FUNCTITAN_LAUNCHED" in os.environ:
+        from functitan.runtime.launch import report_failure
+
+        if report_failure(message):
+            # At once: leaving by way of the process group would wait for processes that wait for this one.
+            os._exit(code)
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,6 +26,10 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="PATH=VALUE", help="Set any field, such as optim.lr=1e-3."),
     ] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", metavar="N", help="Start N processes on this machine, one per rank of the mesh."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="cpu, cuda or cuda:<index>; CUDA is untested so far.")
     ] = None,
@@ -35,6 +39,26 @@ def train(
     A flag that is not given leaves the recipe's value as it is. Flags are applied after --set.
     """
     from functitan.cli.settings import chosen_recipe
+
+    if nproc is not None and _launched(nproc):
+        return
     from functitan.train import train as run
 
     run(chosen_recipe(recipe, mesh=mesh, simulate=simulate, steps=steps, device=device, set_=set_).task())
+
+
+def _launched(nproc: int) -> bool:
+    """Start this command line as so many processes; False in one of them."""
+    import os
+    import sys
+
+    from functitan.errors import ConfigError
+
+    if "FUNCTITAN_LAUNCHED" in os.environ:
+        return False
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc} starts no process; write at least 1.")
+    from functitan.runtime.launch import launch
+
+    launch(nproc, sys.argv[1:])
+    return True

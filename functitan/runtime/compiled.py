@@ -11,7 +11,8 @@ from functitan import tree
 from functitan.compiler.lower import lower
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, argument_names, trace
-from functitan.errors import ShardingError, TraceError, raise_batch
+from functitan.errors import ArgumentError, ShardingError, TraceError, raise_batch
+from functitan.runtime.arguments import constants, owned, positional, take, with_paths
 from functitan.runtime.eager import Eager
 from functitan.runtime.lockstep import Lockstep
 from functitan.sharding.array import Array
@@ -44,69 +45,73 @@ class Compiled:
         self._reduce_dtype = reduce_dtype
         self._max_traces = max_traces
         self._traces: dict[Any, Traced] = {}
-        self._programs: dict[Any, tuple[Program, Any]] = {}
+        self._programs: dict[Any, tuple[Program, Any, set[int]]] = {}
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.__doc__ = f.__doc__
 
-    def lower(self, *args: Any) -> Program:
+    def lower(self, *args: Any, **kwargs: Any) -> Program:
         """The Program for these arguments, without running it; Arrays of an abstract mesh will do."""
+        args = positional(self._f, self.__name__, args, kwargs)
         return self._program(args)[0]
 
-    def __call__(self, *args: Any) -> Any:
-        """Run the function on Arrays and tensors; sharded results are Arrays, replicated ones plain tensors."""
-        program, runner = self._program(args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on Arrays and tensors; sharded results are Arrays, replicated ones plain tensors.
+
+        Raises:
+            ArgumentError: arguments that the function does not take.
+            ShardingError: what cannot be lowered; an Array that was donated, or that is donated and shares memory.
+            TraceError: what cannot be traced.
+        """
+        args = positional(self._f, self.__name__, args, kwargs)
+        program, runner, held = self._program(args)
         if runner is None:
             raise ShardingError(
                 f"{self.__name__} is compiled for {self._mesh}, on which nothing runs. Use .lower(...) for its Program, or a "
                 "mesh of ft.make_mesh."
             )
-        columns = self._inputs(args)
-        if isinstance(runner, Eager):
-            ranked = [[o] for o in runner.run([c[0] for c in columns])]
-        else:
-            ranked = runner.graph("step", program.graph, columns)
-        results: list[Any] = []
-        for parts, layout, typ in zip(ranked, program.out_layouts, program.out_types, strict=True):
-            whole = not layout.axes
-            results.append(
-                parts[0] if whole and not layout.storage else Array(typ.shape, typ.dtype, layout, self._mesh, parts)
-            )
+        rows = with_paths(argument_names(self._f, len(args)), args)
+        columns = take(self.__name__, rows, self._donated, self._mesh.processes)
+        with torch.no_grad():
+            if isinstance(runner, Eager):
+                ranked = [[o] for o in runner.run([c[0] for c in columns])]
+            else:
+                ranked = runner.graph("step", program.graph, columns)
+            whole = [not (layout.axes or layout.storage) for layout in program.out_layouts]
+            ranked = owned([p[:1] if w else p for p, w in zip(ranked, whole, strict=True)], columns, held)
+        results = [
+            parts[0] if w else Array(typ.shape, typ.dtype, layout, self._mesh, parts)
+            for parts, w, layout, typ in zip(ranked, whole, program.out_layouts, program.out_types, strict=True)
+        ]
         return tree.unflatten(program.out_tree, results)
 
-    def _inputs(self, args: tuple[Any, ...]) -> list[list[torch.Tensor]]:
-        columns: list[list[torch.Tensor]] = []
-        for i, arg in enumerate(args):
-            for leaf in tree.leaves(arg):
-                if isinstance(leaf, Array):
-                    columns.append(leaf.donate(self.__name__) if i in self._donated else leaf.shards)
-                else:
-                    columns.append([leaf.detach()] * max(self._mesh.processes, 1))
-        return columns
-
-    def _program(self, args: tuple[Any, ...]) -> tuple[Program, Any]:
+    def _program(self, args: tuple[Any, ...]) -> tuple[Program, Any, set[int]]:
         names = argument_names(self._f, len(args))
+        beyond = [n for n in self._donated if n >= len(args)]
+        if beyond:
+            raise ArgumentError(
+                f"{self.__name__} was compiled with donate_argnums={self._donated} and called with {len(args)} arguments; "
+                f"there is no argument {beyond[0]} to donate."
+            )
         leaves, problems, layouts = [], [], []
-        for name, arg in zip(names, args, strict=True):
-            for path, leaf in tree.flatten_with_paths(arg)[0]:
-                where = f"{name}/{path}" if path else name
-                leaves.append(leaf)
-                if isinstance(leaf, Array):
-                    if leaf.mesh.axes != self._mesh.axes or leaf.mesh.kind != self._mesh.kind:
-                        problems.append(
-                            f"{where} is on mesh {leaf.mesh}, {self.__name__} is compiled for {self._mesh}; put it there with "
-                            "ft.device_put(x.full(), spec, mesh)."
-                        )
-                    layouts.append(leaf.layout)
-                else:
-                    shape = tuple(getattr(leaf, "shape", ()))
-                    layouts.append(replicated(shape))
+        rows = with_paths(names, args)
+        for where, leaf, _ in rows:
+            leaves.append(leaf)
+            if not isinstance(leaf, Array):
+                layouts.append(replicated(tuple(getattr(leaf, "shape", ()))))
+                continue
+            if leaf.mesh.axes != self._mesh.axes or leaf.mesh.kind != self._mesh.kind:
+                problems.append(
+                    f"{where} is on mesh {leaf.mesh}, {self.__name__} is compiled for {self._mesh}; put it there with "
+                    "ft.device_put(x.full(), spec, mesh)."
+                )
+            layouts.append(leaf.layout)
         raise_batch(ShardingError, problems, f"the arguments of {self.__name__}")
         types = tuple((tuple(getattr(x, "shape", ())), getattr(x, "dtype", type(x))) for x in leaves)
         signature = (tree.structure(args), types)
         key = (signature, tuple(layouts))
         if key not in self._programs:
             if self._max_traces is not None and len(self._programs) >= self._max_traces:
-                raise TraceError(self._retraced(key))
+                raise TraceError(self._retraced(key, [where for where, _, _ in rows]))
             if signature not in self._traces:
                 self._traces[signature] = trace(self._f, args, names)
             program = lower(
@@ -118,7 +123,7 @@ class Compiled:
                 reduce_dtype=self._reduce_dtype,
             )
             program.donated = self._donated_leaves(args)
-            self._programs[key] = (program, self._runner(program))
+            self._programs[key] = (program, self._runner(program), constants(program))
         return self._programs[key]
 
     def _donated_leaves(self, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -129,20 +134,36 @@ class Compiled:
     def _runner(self, program: Program) -> Any:
         if self._mesh.kind == "abstract":
             return None
-        if self._mesh.size == 1:
-            return Eager(program, {a: 0 for a in self._mesh.names})
+        if self._mesh.kind == "process" or self._mesh.size == 1:
+            return Eager(program, self._mesh.local_coordinates()[0])
         return Lockstep(self._mesh, program.bodies)
 
-    def _retraced(self, key: Any) -> str:
-        last = list(self._programs)[-1]
-        what = "the structure of the arguments" if key[0][0] != last[0][0] else ""
-        changed = [
-            f"leaf {i}: {a} -> {b}" for i, (a, b) in enumerate(zip(last[0][1], key[0][1], strict=False)) if a != b
-        ] + [f"leaf {i}: spec {a} -> {b}" for i, (a, b) in enumerate(zip(last[1], key[1], strict=False)) if a != b]
+    def _retraced(self, key: Any, paths: list[str]) -> str:
+        """Why a call needs another program than the last one made, leaf by leaf."""
+        last_key = list(self._programs)[-1]
+        last = self._programs[last_key][0]
+        changed = [f"{p} is new" for p in paths if p not in last.inputs]
+        changed += [f"{p} is gone" for p in last.inputs if p not in paths]
+        if not changed:
+            for path, was, now in zip(paths, last_key[0][1], key[0][1], strict=True):
+                if was != now:
+                    changed.append(f"{path}: {_type_text(was)} -> {_type_text(now)}")
+            for path, old, new in zip(paths, last_key[1], key[1], strict=True):
+                if old.dims != new.dims and old.shape(self._mesh.shape) == new.shape(self._mesh.shape):
+                    changed.append(f"{path}: spec {old} -> {new}")
+                elif old.storage != new.storage:
+                    changed.append(f"{path}: storage axes {sorted(old.storage)} -> {sorted(new.storage)}")
+        shown = "; ".join(changed[:5]) + (f"; and {len(changed) - 5} more" if len(changed) > 5 else "")
         return (
-            f"{self.__name__} would be compiled a {len(self._programs) + 1}th time, and max_traces={self._max_traces}. What "
-            f"changed: {what or '; '.join(changed[:5])}. Keep shapes, dtypes and specs equal between calls."
+            f"{self.__name__} would be compiled for signature number {len(self._programs) + 1}, and "
+            f"max_traces={self._max_traces}. What changed since the last: {shown or 'the containers of the arguments'}. Keep "
+            "structure, shapes, dtypes and specs equal between calls, or raise max_traces."
         )
+
+
+def _type_text(type_: tuple[tuple[int, ...], Any]) -> str:
+    shape, dtype = type_
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def compile(
@@ -161,7 +182,8 @@ def compile(
         f: a pure function of pytrees of tensors.
         mesh: where it runs.
         rules: what logical axis names mean; needed when the function uses them.
-        donate_argnums: arguments whose Arrays are given up to the call.
+        donate_argnums: arguments whose Arrays are given up to the call; plain tensors among them are not. Results
+            share no memory with arguments or with each other.
         conflicts: "error": operands that disagree are an error with the constrain to write; "auto": they are settled
             by bytes moved, and the Program lists each choice.
         reduce_dtype: the lowest dtype in which gradients of parameters are reduced over ranks.
@@ -176,6 +198,8 @@ def compile(
     if conflicts not in ("error", "auto"):
         raise ShardingError(f'conflicts={conflicts!r} is not one of "error", "auto".')
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if any(n < 0 for n in donated):
+        raise ArgumentError(f"donate_argnums={donate_argnums!r}: count arguments from 0.")
     return Compiled(f, mesh, rules, donated, conflicts, reduce_dtype, max_traces)
 
 

@@ -11,6 +11,7 @@ from torch import fx
 from functitan.compiler import program as targets
 from functitan.compiler.program import LoweredBody, Program
 from functitan.runtime.scan import TensorOps, scan_backward, scan_forward
+from functitan.sharding.processes import bound_group
 
 
 class Eager:
@@ -48,6 +49,9 @@ class Eager:
                 axes.append(node.meta.get("coordinate"))
             elif node.target in targets.BODY_CALLS:
                 env[node].target = self._bound(node)
+            elif "collective" in node.meta:
+                *args, name = env[node].args
+                env[node].args = (*args, bound_group(self._program.mesh, str(name)))
         module = fx.GraphModule(torch.nn.Module(), copy)
         module.recompile()
         fixed = [self._coordinates[a] for a in axes if a is not None]

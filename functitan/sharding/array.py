@@ -10,6 +10,7 @@ import torch
 from spmd_types import PartitionSpec
 
 from functitan.errors import ShardingError
+from functitan.sharding import processes
 from functitan.sharding.layout import Layout, digit_size, spec_text
 from functitan.sharding.logical import Entry, as_axes, layout_of
 from functitan.sharding.mesh import Mesh
@@ -91,12 +92,17 @@ class Array:
         """
         if self._gone:
             raise ShardingError(
-                f"this Array {self} was donated to {self._gone} and holds no value any more. Use what that call returned, "
-                "or leave the argument out of donate_argnums."
+                f"{self} was donated to {self._gone} and holds no value any more. Use what that call returned, or leave "
+                "the argument out of donate_argnums."
             )
         if self._shards is None:
             raise ShardingError(f"{self} is on an abstract mesh: it has a shape and a spec, no values.")
         return self._shards
+
+    @property
+    def donated_to(self) -> str:
+        """The function that this Array was given up to; empty while it holds its value."""
+        return self._gone
 
     def donate(self, to: str) -> list[torch.Tensor]:
         """Give the parts away; reading the Array is an error from now on."""
@@ -106,7 +112,10 @@ class Array:
 
     def full(self) -> torch.Tensor:
         """The whole tensor, gathered into this process."""
-        return assemble(self.shards, self.layout, self.mesh)
+        parts = self.shards
+        if self.mesh.kind == "process" and self.mesh.size > 1:
+            parts = processes.gather_parts(parts[0])
+        return assemble(parts, self.layout, self.mesh)
 
     def reshard(self, spec: PartitionSpec | Sequence[Entry]) -> Array:
         """The same value under another spec of the same mesh."""
@@ -138,8 +147,8 @@ def put(x: torch.Tensor, layout: Layout, mesh: Mesh) -> Array:
     """As :func:`device_put`, with a layout."""
     if mesh.kind == "abstract":
         return Array(x.shape, x.dtype, layout, mesh, None)
-    places = list(mesh.coordinates())
-    return Array(x.shape, x.dtype, layout, mesh, [local_part(x, layout, c, mesh) for c in places])
+    parts = [local_part(x, layout, c, mesh) for c in mesh.local_coordinates()]
+    return Array(x.shape, x.dtype, layout, mesh, parts)
 
 
 def abstract_array(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh: Mesh) -> Array:

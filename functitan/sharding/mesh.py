@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from functitan.errors import ShardingError, listed, suggest
+from functitan.sharding import processes
 
 KINDS = ("process", "simulated", "abstract")
 
@@ -81,6 +81,11 @@ class Mesh:
         for values in itertools.product(*(range(s) for _, s in self.axes)):
             yield dict(zip(self.names, values, strict=True))
 
+    def local_coordinates(self) -> list[dict[str, int]]:
+        """The coordinates of the ranks whose values this process holds, in rank order."""
+        every = list(self.coordinates())
+        return {"simulated": every, "process": [every[processes.rank()]], "abstract": []}[self.kind]
+
     def __str__(self) -> str:
         inner = ", ".join(f"{n}={s}" for n, s in self.axes) or "one device"
         return f"{inner} ({self.kind})"
@@ -101,16 +106,14 @@ def make_mesh(axes: Mapping[str, int], *, simulate: bool = False) -> Mesh:
     """
     mesh = Mesh(tuple(axes.items()), "simulated" if simulate else "process")
     if not simulate:
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if mesh.size != world:
+        running = processes.world()
+        if mesh.size != running:
             raise ShardingError(
-                f"the mesh {mesh} needs {mesh.size} processes, and {world} run. Write simulate=True to hold all "
-                "ranks in this process, or abstract_mesh(...) to lower and report only."
+                f"the mesh {mesh} needs {mesh.size} processes, and {running} run. Start as many with torchrun or "
+                "functitan's --nproc, write simulate=True to hold all ranks in this process, or abstract_mesh(...) to "
+                "lower and report only."
             )
-        if world > 1:
-            raise ShardingError(
-                "process meshes of more than one process are not there yet; write simulate=True for now."
-            )
+        processes.start()
     return mesh
 
 

@@ -80,3 +80,22 @@ class RunFolder:
     def __exit__(self, *failure: object) -> None:
         self._rows.close()
         self._events.close()
+
+
+class NoFolder:
+    """What the other processes of a job have in place of the first one's run folder: nothing is written."""
+
+    path = Path()
+
+    def config(self, settings: Mapping[str, Any]) -> None: ...
+
+    def row(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def text(self, step: int, name: str, text: str) -> None: ...
+
+    def params(self, params: Any) -> None: ...
+
+    def __enter__(self) -> NoFolder:
+        return self
+
+    def __exit__(self, *failure: object) -> None: ...

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import platform
 from importlib.metadata import version
 
 import torch
 
-from functitan.train.evaluate import sample_text, to_device, validate
-from functitan.train.folder import RunFolder
-from functitan.train.metrics import Meter, Progress, Summary, peak_bytes, progress_text, summary_text
+from functitan.sharding import processes
 from functitan.train.build import build_steps
+from functitan.train.evaluate import sample_text, to_device, validate
+from functitan.train.folder import NoFolder, RunFolder
+from functitan.train.metrics import Meter, Progress, Summary, peak_bytes, progress_text, summary_text
 from functitan.train.steps import Metrics, Steps
 from functitan.train.task import Task
 
@@ -32,10 +34,13 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
     """
     run = task.run
     steps = build_steps(task) if steps is None else steps
-    progress = Progress(run.steps) if progress is None else progress
+    # One process of a job speaks and writes; all run the same steps and hold the same metrics.
+    lead = processes.rank() == 0
+    if progress is None:
+        progress = Progress(run.steps) if lead else Progress(run.steps, io.StringIO())
     state = steps.init()
     rows: list[dict[str, float]] = []
-    with RunFolder.create(run.dir, task.name) as folder:
+    with RunFolder.create(run.dir, task.name) if lead else NoFolder() as folder:
         folder.config({**task.settings, "versions": _versions()})
         meter = Meter(run.steps, task.source.batch(0)["tokens"].numel())
         for step in range(run.steps):
