@@ -32,7 +32,7 @@ def constrain(p: Propagator, node: fx.Node) -> Value:
     v = p.env[node.args[0]]
     asked = json.loads(str(node.args[1]))
     line = node.meta.get("line")
-    where = f"constrain at {line}" if line else "constrain"
+    where = f"constrain of {messages.shown(v, None)}" + (f" at {line}" if line else "")
     if "axes" in asked:
         if p.ctx.rules is None:
             raise ShardingError(messages.no_rules(asked["axes"], line))
@@ -273,6 +273,9 @@ def traced_decomposition(p: Propagator, node: fx.Node, decompose: Decompose) -> 
         inner.meta["line"], inner.meta["backward"] = node.meta.get("line"), node.meta.get("backward")
     return module.graph, single
 
+
+#: Calls of bodies.
+BODIES = {ops.region.default, ops.scan.default, ops.region_backward.default, ops.scan_backward.default}
 
 HANDLERS: dict[Any, Callable[[Any, fx.Node], Any]] = {
     ops.constrain.default: constrain,

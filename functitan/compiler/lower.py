@@ -24,6 +24,8 @@ from functitan.sharding.op_rules.base import TensorType
 
 #: Rounds after which the places where pending sums are resolved no longer change; each round adds at least one.
 _ROUNDS = 50
+#: Problems that a message lists.
+_SHOWN = 8
 
 
 def lower(
@@ -188,7 +190,9 @@ def _propagate(ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str)
         if not torn:
             break
         settle_at.update(torn)
-    raise_batch(ShardingError, p.problems[:8], f"lowering {name}")
+    problems = list(dict.fromkeys(p.refused or p.problems))
+    shown = problems[:_SHOWN] + ([f"and {len(problems) - _SHOWN} more."] if len(problems) > _SHOWN else [])
+    raise_batch(ShardingError, shown, f"lowering {name}")
     ctx.choices.extend(p.choices)
     return p, outs
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from spmd_types import PartitionSpec
 
-from functitan.compiler.source import at, current_line
 from functitan.errors import ShardingError, TraceError
 
 if TYPE_CHECKING:
@@ -81,12 +80,12 @@ def encode_spec(spec: Any, pending: Any, ndim: int) -> str:
         entries = list(spec)
     except TypeError:
         raise ShardingError(
-            f"{at(current_line())}constrain was given {spec!r}; write a tuple with one logical axis name or None per dim, or a PartitionSpec."
+            f"constrain was given {spec!r}; write a tuple with one logical axis name or None per dim, or a PartitionSpec."
         ) from None
     if len(entries) != ndim:
         raise ShardingError(
-            f"{at(current_line())}constrain was given {len(entries)} entries {tuple(entries)!r} for a value of {ndim} dims; "
-            "write one per dim, None for a whole one."
+            f"constrain was given {len(entries)} entries {tuple(entries)!r} for a value of {ndim} dims; write one per dim, "
+            "None for a whole one."
         )
     pend = [pending] if isinstance(pending, str) else list(pending or ())
     return json.dumps({"mesh" if mesh else "axes": entries, "pending": pend})
@@ -155,7 +154,7 @@ class Call(torch.autograd.Function):
         body = ctx.body
         if torch.is_grad_enabled():  # autograd keeps the graph of this backward: a derivative of it may follow
             raise TraceError(
-                f"{at(current_line())}a second derivative through the {'region' if ctx.length is None else 'scan'} "
+                f"a second derivative through the {'region' if ctx.length is None else 'scan'} "
                 f"{body.name}: the derivative of a region or scan is a body of its own, which has no derivative. Take the "
                 "second derivative inside the body, or call the function without ft.region."
             )
@@ -174,8 +173,8 @@ class Call(torch.autograd.Function):
 def no_vmap(*_: Any) -> Any:
     """Refuse a batched annotation."""
     raise TraceError(
-        f"{at(current_line())}vmap over a function with ft.constrain, ft.region, ft.scan or parameters of a compiled "
-        "function: these have no batched form. Call vmap inside the region on plain tensor code, or write the batch dim out."
+        "vmap over a function with ft.constrain, ft.region, ft.scan or parameters of a compiled function: these have no "
+        "batched form. Call vmap inside the region on plain tensor code, or write the batch dim out."
     )
 
 

@@ -85,6 +85,7 @@ class Propagator:
         emitter: builds the local graph.
         env: global node -> Value, or a list of Values for an op with several outputs.
         problems: conflicts that the user must settle.
+        refused: what cannot be lowered at all; conflicts beside it may only follow from it.
         settle_at: global nodes whose pending sum is resolved where it is made, with the layout to take.
     """
 
@@ -94,6 +95,7 @@ class Propagator:
         self.emitter = Emitter(self.sizes, ctx.mode)
         self.env = Env()
         self.problems: list[str] = []
+        self.refused: list[str] = []
         self.choices: list[tuple[str, str]] = []
         self.settle_at = settle_at
         self.values: list[Value] = []
@@ -164,7 +166,25 @@ class Propagator:
                 typ = TensorType(tuple(tensor.shape), tensor.dtype)
                 self.env[node] = self.value(typ, replicated(typ.shape), self.emitter.constant(tensor), node)
             else:
-                self.env[node] = self._settle(node, self.call(node))
+                self.env[node] = self._settle(node, self._tried(node))
+
+    def _tried(self, node: fx.Node) -> Any:
+        """Lower one call; what cannot be lowered is noted, and stood in for, so that all of it is told at once."""
+        try:
+            return self.call(node)
+        except ShardingError as e:
+            if node.target in calls.BODIES:
+                raise  # no stand-in for what its backward needs, and the message has a body's problems already
+            self.refused.append(str(e))
+            val = nodes.value(node)
+            made = [self._stand_in(t) for t in (val if isinstance(val, list | tuple) else [val])]
+            return made if isinstance(val, list | tuple) else made[0]
+
+    def _stand_in(self, val: torch.Tensor) -> Value:
+        def make(layout: Layout) -> fx.Node:
+            return self.emitter.call(aten.full.default, list(layout.local_shape), 0, dtype=val.dtype)
+
+        return Value(TensorType(tuple(val.shape), val.dtype), None, make=make)
 
     def at(self, node: fx.Node) -> None:
         """What is emitted next belongs to this global node."""

@@ -73,6 +73,27 @@ def line_of(trace: TracebackType | None) -> SourceLine | None:
     return found
 
 
+def user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of torch and of this package's machinery."""
+    kept = []
+    while trace is not None:
+        if _is_user(trace.tb_frame.f_code):
+            kept.append(trace)
+        trace = trace.tb_next
+    made: TracebackType | None = None
+    for t in reversed(kept):
+        made = TracebackType(made, t.tb_frame, t.tb_lasti, t.tb_lineno)
+    return made
+
+
+def raised_by_user(trace: TracebackType | None) -> bool:
+    """Whether an exception comes from the user's code itself, not from what it called in torch or here."""
+    code = None
+    while trace is not None:
+        code, trace = trace.tb_frame.f_code, trace.tb_next
+    return code is not None and _is_user(code)
+
+
 def at(line: SourceLine | None) -> str:
     """The user's line at the start of a message."""
     return f"{line.shown()}: " if line is not None else ""

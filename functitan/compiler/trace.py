@@ -8,8 +8,7 @@ backward take the line of the forward op that they differentiate.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,10 @@ from torch import fx
 from functitan import _torch, annotations, tree
 from functitan.compiler import nodes, source
 from functitan.compiler.decompose import decompositions
+from functitan.compiler.explain import explained
 from functitan.compiler.functionalize import functionalize, is_mutable
-from functitan.errors import FunctitanError, TraceError
+from functitan.errors import TraceError, raise_batch
+from functitan.ops.global_rng import draws, global_rng_error
 from functitan.ops.intercept import OwnOps
 
 
@@ -95,44 +96,25 @@ class Recorder(_torch.TorchDispatchMode):
                 )
 
 
-@contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Turn errors of tracing into messages about the user's code."""
-    try:
-        yield
-    except FunctitanError:
-        raise
-    except _torch.DATA_DEPENDENT_ERRORS as e:
-        line = source.line_of(e.__traceback__)
-        raise TraceError(
-            f"{name}: {line.shown() if line else 'a line'} needs the value of a tensor while tracing (.item(), "
-            "bool(tensor), an `if` on a tensor, or a shape that depends on data). A compiled function is traced on "
-            "shapes only: write torch.where(condition, a, b) for a choice, keep numbers as 0-d tensors, and return "
-            "what you want to print."
-        ) from None
-    except Exception as e:
-        line = source.line_of(e.__traceback__)
-        raise TraceError(
-            f"{name}: tracing stopped at {line.shown() if line else 'a line'}: {type(e).__name__}: "
-            f"{str(e).splitlines()[0] if str(e) else ''}"
-        ) from e
-
-
-def abstract(leaf: Any, path: str, mode: _torch.FakeTensorMode) -> torch.Tensor:
-    """A fake tensor with the global shape and dtype of an input leaf.
+def abstract(rows: Sequence[tuple[str, Any]], name: str, mode: _torch.FakeTensorMode) -> list[torch.Tensor]:
+    """Fake tensors with the global shapes and dtypes of input leaves, given with their paths.
 
     Raises:
-        TraceError: the leaf has no shape and dtype: numbers and strings are configuration, not state.
+        TraceError: leaves without shape and dtype: numbers and strings are configuration, not state.
     """
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    if shape is None or not isinstance(dtype, torch.dtype):
-        raise TraceError(
-            f"input {path} is {leaf!r} of type {type(leaf).__name__}; the leaves of a compiled function's arguments "
-            "are tensors or Arrays. Write torch.tensor(...) for a number that changes between calls, or close over "
-            "one that does not."
-        )
+    problems = [
+        f"argument {path} of {name} is {leaf!r} of type {type(leaf).__name__}; the leaves of a compiled function's "
+        "arguments are tensors or Arrays. Write torch.tensor(...) for a number that changes between calls, or close over "
+        "one that does not."
+        for path, leaf in rows
+        if not isinstance(getattr(leaf, "dtype", None), torch.dtype) or getattr(leaf, "shape", None) is None
+    ]
+    raise_batch(TraceError, problems, f"the arguments of {name}")
     with mode:
-        return torch.empty(tuple(shape), dtype=dtype, device=getattr(leaf, "device", None) or "cpu")
+        return [
+            torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device=getattr(leaf, "device", None) or "cpu")
+            for _, leaf in rows
+        ]
 
 
 def make_graph(
@@ -149,6 +131,10 @@ def make_graph(
         module = functionalize(module, inputs, decompositions())
     nodes.lift_constants(module)
     graph = module.graph
+    for node in graph.nodes:
+        if draws(node.target):
+            line = node.meta.get("line")
+            raise TraceError(f"{source.at(line)}{global_rng_error(str(node.target))}")
     nodes.drop_dead(graph)
     return graph
 
@@ -184,21 +170,25 @@ def trace(f: Callable[..., Any], args: Sequence[Any], names: Sequence[str] | Non
         for p, leaf in tree.flatten_with_paths(a)[0]
     ]
     mode = _torch.FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [abstract(leaf, path, mode) for path, leaf in rows]
+    fakes = abstract(rows, name, mode)
     in_tree = tree.structure(tuple(args))
     traced = Traced(fx.Graph(), [p for p, _ in rows], in_tree, mode, name)
 
     def flat(*values: torch.Tensor) -> list[Any]:
         out = f(*tree.unflatten(in_tree, values))
         leaves, traced.out_tree = tree.flatten(out)
-        for path, leaf in zip(tree.paths(out), leaves, strict=True):
-            if not isinstance(leaf, torch.Tensor):
-                raise TraceError(
-                    f"{name}: output {path or 'value'} is {leaf!r} of type {type(leaf).__name__}; the leaves of a compiled "
-                    "function's result are tensors. Return torch.tensor(...), or keep the value outside."
-                )
+        problems = [
+            f"output {path or 'value'} of {name} is {leaf!r} of type {type(leaf).__name__}; the leaves of a compiled "
+            "function's result are tensors. Return torch.tensor(...), or keep the value outside."
+            for path, leaf in zip(tree.paths(out), leaves, strict=True)
+            if not isinstance(leaf, torch.Tensor)
+        ]
+        raise_batch(TraceError, problems, f"the outputs of {name}")
         return leaves
 
-    with explained(name), mode:
-        traced.graph = make_graph(flat, fakes, TracingAnnotator(traced))
+    def run() -> fx.Graph:
+        with mode:
+            return make_graph(flat, fakes, TracingAnnotator(traced))
+
+    traced.graph = explained(name, run)
     return traced

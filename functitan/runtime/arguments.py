@@ -1,0 +1,119 @@
+"""The arguments and results of a compiled call: which argument is which, donation, results that own their memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from functitan import tree
+from functitan.compiler.emit import Constant
+from functitan.compiler.program import Program
+from functitan.errors import ArgumentError, ShardingError, listed, raise_batch
+from functitan.sharding.array import Array
+
+Columns = list[list[torch.Tensor]]
+
+
+def positional(f: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a call by position.
+
+    Raises:
+        ArgumentError: arguments that the function does not take, or keyword-only ones.
+    """
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):  # a builtin
+        signature = inspect.signature(lambda *args: None)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as e:
+        given = f"{len(args)} positional arguments" + (f" and {listed(kwargs)}" if kwargs else "")
+        raise ArgumentError(
+            f"{name}({', '.join(signature.parameters)}) was called with {given}: {e}. Give each parameter one argument."
+        ) from None
+    if bound.kwargs:
+        raise ArgumentError(
+            f"{name} takes {listed(bound.kwargs)} by keyword only; the arguments of a compiled function have positions. Make "
+            "them positional, or close over them."
+        )
+    return bound.args
+
+
+def with_paths(names: Sequence[str], args: Sequence[Any]) -> list[tuple[str, Any, int]]:
+    """Every leaf of the arguments with its path and the position of its argument."""
+    return [
+        ("/".join(filter(None, (name, path))), leaf, i)
+        for i, (name, arg) in enumerate(zip(names, args, strict=True))
+        for path, leaf in tree.flatten_with_paths(arg)[0]
+    ]
+
+
+def take(name: str, rows: Sequence[tuple[str, Any, int]], donated: Collection[int], ranks: int) -> Columns:
+    """Every leaf's parts by rank; Arrays of donated arguments give up theirs. Plain tensors are never donated.
+
+    Raises:
+        ShardingError: Arrays that were donated before, or donated ones that share memory with another leaf; all by
+            path, before anything is given up.
+    """
+    problems = []
+    owners: dict[int, tuple[str, bool]] = {}
+    for path, leaf, i in rows:
+        if isinstance(leaf, Array) and leaf.donated_to:
+            problems.append(
+                f"{path} of {name} is an Array that was donated to {leaf.donated_to} and holds no value any more. Pass what "
+                "that call returned, or leave the argument out of donate_argnums."
+            )
+            continue
+        given = isinstance(leaf, Array) and i in donated
+        for memory in {_memory(t) for t in (leaf.shards if isinstance(leaf, Array) else [leaf])} - {0}:
+            other, other_given = owners.setdefault(memory, (path, given))
+            if other != path and (given or other_given):
+                problems.append(
+                    f"{other} and {path} of {name} share memory, and {other if other_given else path} is donated: its memory "
+                    f"may be written over while the other is read. Give {path} its own copy, x.reshard(x.spec), or leave the "
+                    "argument out of donate_argnums."
+                )
+                break
+    raise_batch(ShardingError, problems, f"the arguments of {name}")
+    columns: Columns = []
+    for _, leaf, i in rows:
+        if not isinstance(leaf, Array):
+            columns.append([leaf.detach()] * max(ranks, 1))
+        else:
+            columns.append(leaf.donate(name) if i in donated else leaf.shards)
+    return columns
+
+
+def constants(program: Program) -> set[int]:
+    """The memory of the tensors that a program holds."""
+    return {
+        _memory(n.target.tensor) for _, g in program.graphs() for n in g.nodes if isinstance(n.target, Constant)
+    } - {0}
+
+
+def owned(results: Sequence[Sequence[torch.Tensor]], inputs: Columns, held: Collection[int]) -> Columns:
+    """Results whose memory is theirs alone: what is, or views, an input, a constant or another result is copied.
+
+    So a result may be donated to the next call, whatever became of the inputs of this one.
+    """
+    seen = {_memory(t) for column in inputs for t in column} | set(held)
+    out: Columns = []
+    for parts in results:
+        own = []
+        for t in parts:
+            exact = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+            if _memory(t) in seen or not exact:
+                t = t.clone(memory_format=torch.contiguous_format)
+            if t.numel():
+                seen.add(_memory(t))
+            own.append(t)
+        out.append(own)
+    return out
+
+
+def _memory(t: torch.Tensor) -> int:
+    """Where a tensor's storage begins; 0 for an empty one."""
+    return t.untyped_storage().data_ptr()
