@@ -1,0 +1,75 @@
+"""Process meshes over gloo equal the simulated mesh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.gloo import run_ranks
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "data=2"])
+def test_two_processes_equal_the_simulated_mesh_bit_for_bit(mesh: str) -> None:
+    """With two addends a sum has one order, so the bits are equal too."""
+    run_ranks(2, "tests.runtime.ranks_llama", mesh, "float32", "0")
+
+
+def test_four_processes_equal_the_simulated_mesh() -> None:
+    """Gloo adds up four parts in another order."""
+    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=4", "float64", "1e-12")
+
+
+def test_two_axes_of_two() -> None:
+    """Every sum is over two ranks, over one axis after the other."""
+    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=2,tensor=2", "float64", "1e-12")
+
+
+def _functitan(*arguments: str, folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "functitan.cli.main", *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _alive(session: int) -> list[str]:
+    """The processes of a session."""
+    found = subprocess.run(["ps", "-o", "pid=,args=", "-s", str(session)], capture_output=True, text=True, check=False)
+    return found.stdout.split("\n")[:-1]
+
+
+SMALL = [f"--set={s}" for s in ("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=2", "data.seq=16")]
+
+
+def test_an_error_on_all_ranks_is_shown_once(tmp_path: Path) -> None:
+    job = _functitan("train", "llama3-debug", "--mesh", "fsdp=3", "--nproc", "3", "--steps", "1", folder=tmp_path)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 2
+    assert err.count("error:") == 1 and "data.batch=8 is not divisible by the 3 parts" in err
+    assert "Traceback" not in out + err
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupting_leaves_nothing_behind(tmp_path: Path) -> None:
+    job = _functitan(
+        "train", "llama3-debug", "--mesh", "fsdp=2", "--nproc", "2", "--steps", "100000", *SMALL, folder=tmp_path
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline().startswith("step")  # training has begun
+    os.killpg(job.pid, signal.SIGINT)
+    job.communicate(timeout=30)
+    end = time.monotonic() + 10
+    while _alive(job.pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not _alive(job.pid)
+    assert job.returncode != 0
