@@ -7,6 +7,7 @@ everything else is a leaf. A leaf has a path such as ``layers/wq`` that messages
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
@@ -130,18 +131,20 @@ def check_same_structure(a: PyTree, b: PyTree, names: tuple[str, str] = ("first"
 
     >>> check_same_structure({"w": 1}, {"w": 1, "b": 2}, ("grads", "params"))
     Traceback (most recent call last):
-    functitan.errors.TreeError: grads and params must have the same structure; only params has: b
+    functitan.errors.TreeError: grads and params must have the same structure; only params has: b.
     """
     if structure(a) == structure(b):
         return
     in_a, in_b = paths(a), paths(b)
-    problems = []
+    problems, near = [], ""
     for name, mine, other in ((names[0], in_a, in_b), (names[1], in_b, in_a)):
         only = [p for p in mine if p not in set(other)]
         if only:
             shown = ", ".join(only[:8]) + (f" and {len(only) - 8} more" if len(only) > 8 else "")
             problems.append(f"only {name} has: {shown}")
+            match = difflib.get_close_matches(only[0], [p for p in other if p not in set(mine)], n=1)
+            near = near or (f" Is {only[0]} meant to be {match[0]}?" if match else "")
     detail = "; ".join(problems) or f"same paths, other containers: {structure(a)} and {structure(b)}"
     raise_batch(
-        TreeError, [f"{names[0]} and {names[1]} must have the same structure; {detail}"], "the trees"
+        TreeError, [f"{names[0]} and {names[1]} must have the same structure; {detail}.{near}"], "the trees"
     )

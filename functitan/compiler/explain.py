@@ -6,6 +6,7 @@ only the user's frames, and what torch says about fake tensors is said again wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +15,7 @@ from functitan.compiler import source
 from functitan.errors import FunctitanError, TraceError
 
 _T = TypeVar("_T")
+_LOCATED = re.compile(r"\w\.py:\d+")
 
 
 def explained(name: str, run: Callable[[], _T]) -> _T:
@@ -29,10 +31,11 @@ def explained(name: str, run: Callable[[], _T]) -> _T:
         Exception: what the user's own code raises, as it is.
     """
     try:
-        return run()
+        with _torch.quiet_fake_tensors():
+            return run()
     except FunctitanError as e:
         line = source.line_of(e.__traceback__)
-        if line is not None and str(line) not in str(e):
+        if line is not None and not _LOCATED.search(str(e)):
             e.args = (f"{source.at(line)}{e}", *e.args[1:])
         raise e.with_traceback(source.user_frames(e.__traceback__)) from e.__cause__
     except Exception as e:
@@ -45,7 +48,7 @@ def explained(name: str, run: Callable[[], _T]) -> _T:
 def _worded(name: str, e: Exception) -> str:
     line = source.line_of(e.__traceback__)
     where = line.shown() if line is not None else name
-    said = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+    said = str(e).strip().splitlines()[0].rstrip(".!") if str(e).strip() else type(e).__name__
     if isinstance(e, _torch.DATA_DEPENDENT_ERRORS):
         return (
             f"{where}: {name} needs the value of a tensor here (.item(), bool(tensor), an `if` on a tensor, or a shape that "
@@ -58,6 +61,6 @@ def _worded(name: str, e: Exception) -> str:
             f"functions are pure; write the form that returns a new tensor, such as x = x.add(...). (torch: {said})"
         )
     return (
-        f"{where}: {name} cannot be traced: torch refuses this line: {said} "
+        f"{where}: {name} cannot be traced: torch refuses this line: {said}. "
         "Shapes in a compiled function are those of whole (global) tensors."
     )

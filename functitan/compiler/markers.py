@@ -33,6 +33,8 @@ _LIB.define("scan(Tensor[] carry, Tensor[] xs, Tensor[] consts, str body, int le
 _LIB.define("scan_backward(Tensor token, Tensor[] cotangents, str body, int length) -> Tensor[]")
 
 ops = torch.ops.functitan
+#: What is the identity on values where nothing compiles.
+IDENTITIES = {ops.constrain.default, ops.use_param.default, ops.checkpoint_name.default}
 
 
 def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -82,6 +84,12 @@ def encode_spec(spec: Any, pending: Any, ndim: int) -> str:
         raise ShardingError(
             f"constrain was given {spec!r}; write a tuple with one logical axis name or None per dim, or a PartitionSpec."
         ) from None
+    wrong = [e for e in entries if not mesh and e is not None and not isinstance(e, str)]
+    if wrong:
+        raise ShardingError(
+            f"constrain was given the entry {wrong[0]!r} in {tuple(entries)!r}; an entry is a logical axis name or None. For "
+            "mesh axes write a PartitionSpec."
+        )
     if len(entries) != ndim:
         raise ShardingError(
             f"constrain was given {len(entries)} entries {tuple(entries)!r} for a value of {ndim} dims; write one per dim, "

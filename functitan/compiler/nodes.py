@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from functitan import _torch
+from functitan.compiler.source import at
 from functitan.errors import TraceError
 
 _EFFECTS = ("functitan::debug_print", "functitan::debug_print_where")
@@ -47,8 +48,9 @@ def lift_constants(module: fx.GraphModule) -> None:
             for part in str(node.target).split("."):
                 target = getattr(target, part)
             if isinstance(target, _torch.FakeTensor):
+                line = next((u.meta["line"] for u in node.users if u.meta.get("line")), None)
                 raise TraceError(
-                    f"a value of shape {tuple(target.shape)} is used outside the function that made it: it was kept in a "
+                    f"{at(line)}a value of shape {tuple(target.shape)} is used outside the function that made it: it was kept in a "
                     "global, an attribute or a list while that function was traced. Return it, and pass it on as an "
                     "argument."
                 )

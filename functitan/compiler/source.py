@@ -14,6 +14,8 @@ _PACKAGE = os.path.dirname(os.path.abspath(functitan.__file__)) + os.sep
 #: Parts of the package that count as a user's code; the rest stands between a user's line and torch.
 _LIKE_USERS = tuple(_PACKAGE + part + os.sep for part in ("nn", "optim", "train", "recipes", "data"))
 _LIBRARIES = tuple(os.sep + name + os.sep for name in ("torch", "optree", "spmd_types", "contextlib.py"))
+#: Code typed at a prompt; other names in brackets are code that torch generates.
+_TYPED = ("<stdin>", "<python-input", "<ipython-input")
 _known: dict[CodeType, bool] = {}
 
 
@@ -44,7 +46,7 @@ def _is_user(code: CodeType) -> bool:
         name = code.co_filename
         known = not (
             (name.startswith(_PACKAGE) and not name.startswith(_LIKE_USERS))
-            or name.startswith("<")
+            or (name.startswith("<") and not name.startswith(_TYPED))
             or any(lib in name for lib in _LIBRARIES)
             or name.endswith(os.sep + "contextlib.py")
         )

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from functitan import _torch, annotations, tree
-from functitan.compiler import nodes, source
+from functitan.compiler import markers, nodes, source
 from functitan.compiler.decompose import decompositions
 from functitan.compiler.explain import explained
 from functitan.compiler.functionalize import functionalize, is_mutable
@@ -62,10 +62,7 @@ class Recorder(_torch.TorchDispatchMode):
         if func._schema.is_mutable:
             self._refuse_foreign_writes(func, args, kwargs)
         out = func(*args, **kwargs)
-        for t in tree.leaves(out):
-            if isinstance(t, torch.Tensor):
-                self._made.add(t.untyped_storage()._cdata)
-                self._alive.append(t)
+        self._note_made(func, args, kwargs, out)
         node = _torch.last_traced_node()
         if node is None or node is before:
             return out
@@ -80,19 +77,33 @@ class Recorder(_torch.TorchDispatchMode):
             node = node.prev
         return out
 
+    def _note_made(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Remember what the function makes: not views of what it got, nor what an annotation, an identity, gives."""
+        if func in markers.IDENTITIES:
+            return
+        given = {t.untyped_storage()._cdata for t in tree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for t in tree.leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in given:
+                self._made.add(t.untyped_storage()._cdata)
+                self._alive.append(t)
+
     def _refuse_foreign_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata not in self._made:
-                line = source.current_line()
                 name = func._schema.name.split("::")[-1]
+                pure = name.removesuffix("_")
+                instead = (
+                    f"x = x.{pure}(...)"
+                    if pure != name and hasattr(torch.Tensor, pure)
+                    else "torch.where(mask, new, x), x.index_put(...) or x.slice_scatter(...) for a part of it"
+                )
                 raise TraceError(
-                    f"{line.shown() if line else 'a line'}: {name} writes into a tensor of shape "
-                    f"{tuple(value.shape)} that the function did not make: an argument or a captured tensor. Compiled "
-                    f"functions are pure; write the form that returns a new tensor"
-                    + (f" (x = x.{name.rstrip('_')}(...))." if name.endswith("_") else ".")
+                    f"{source.at(source.current_line())}{name} writes into a tensor of shape {tuple(value.shape)} that the "
+                    "function did not make: an argument, a captured tensor, or one of these after ft.constrain. Compiled "
+                    f"functions are pure; write the form that returns a new tensor: {instead}."
                 )
 
 

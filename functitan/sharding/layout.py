@@ -252,9 +252,10 @@ def from_spec(
         for name in names:
             if name in used or names.count(name) > 1:
                 free = [n for n in sizes if n not in used and n not in names]
+                twice = f"for dim {used[name]} and dim {i}" if name in used else f"twice for dim {i}"
                 raise ShardingError(
-                    f'{what}: the spec {spec_text(entries)} uses mesh axis "{name}" for dim {used.get(name, i)} and '
-                    f"dim {i}; an axis can split one dim. Keep one of them"
+                    f'{what}: the spec {spec_text(entries)} uses mesh axis "{name}" {twice}; an axis can split one dim, '
+                    f"once. Keep one of them"
                     + (f" (free axes: {', '.join(free)})." if free else ".")
                 )
             if name in pending:
@@ -278,7 +279,8 @@ def spec_text(entries: Sequence[str | tuple[str, ...] | None]) -> str:
     >>> spec_text(["data", None, ("fsdp", "tensor")])
     "P('data', None, ('fsdp', 'tensor'))"
     """
-    return f"P({', '.join(repr(e) for e in entries)})"
+    short = [e[0] if isinstance(e, tuple) and len(e) == 1 else e or None for e in entries]
+    return f"P({', '.join(map(repr, short))})"
 
 
 def indivisible(what: str, dim: int, size: int, axes: Sequence[str], sizes: Sizes) -> str:

@@ -30,6 +30,11 @@ def as_axes(entry: Any, where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
+def _short(axes: tuple[str, ...]) -> Entry:
+    """Axes as users write them."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
 class Rules:
     """A mapping from logical axis names to mesh axes, with a second table for storage.
 
@@ -73,12 +78,9 @@ class Rules:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        def short(axes: tuple[str, ...]) -> Entry:
-            return None if not axes else axes[0] if len(axes) == 1 else axes
-
-        parts = [f"{k}={short(v)!r}" for k, v in self.names.items()]
+        parts = [f"{k}={_short(v)!r}" for k, v in self.names.items()]
         if self.storage:
-            parts.append(f"storage={ {k: short(v) for k, v in self.storage.items()} }")
+            parts.append(f"storage={ {k: _short(v) for k, v in self.storage.items()} }")
         return f"Rules({', '.join(parts)})"
 
     def axes_of(self, name: str | None, what: str) -> tuple[str, ...]:
@@ -106,9 +108,9 @@ class Rules:
         claimed: dict[str, str] = {}
         for name in axes:
             found = self.axes_of(name, what)
-            rows = [(a, f"{name}={found!r}") for a in found]
+            rows = [(a, f"{name}={_short(found)!r}") for a in found]
             if storage and name is not None:
-                rows += [(a, f"storage {name}={self.storage[name]!r}") for a in self.storage.get(name, ())]
+                rows += [(a, f"storage {name}={_short(self.storage[name])!r}") for a in self.storage.get(name, ())]
             for axis, rule in rows:
                 if axis in claimed:
                     raise ShardingError(

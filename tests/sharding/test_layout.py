@@ -119,7 +119,7 @@ def test_axis_used_twice_names_both_dims():
     with pytest.raises(ShardingError) as e:
         from_spec((4, 4), ["x", "x"], SIZES, what="h")
     assert str(e.value) == (
-        "h: the spec P('x', 'x') uses mesh axis \"x\" for dim 0 and dim 1; an axis can split one dim. Keep one of them "
+        "h: the spec P('x', 'x') uses mesh axis \"x\" for dim 0 and dim 1; an axis can split one dim, once. Keep one of them "
         "(free axes: y, z)."
     )
 
