@@ -36,6 +36,9 @@ class Param:
         init: a function ``(key, shape, dtype) -> tensor``; see ``functitan.nn.init``. None is the default of
             ``ft.init``: a truncated normal of standard deviation 0.02.
         dtype: the dtype in storage.
+        pad: per dim how many of its last entries are padding: zeros that make the size one that mesh axes divide.
+            They are no part of the model, which must not let them reach its loss: then their gradient is zero, so
+            they stay zero and add nothing to a norm. A saved file does not have them. None for no padding.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +47,7 @@ class Param:
     fan_out: int | tuple[int, ...] | None = None
     init: Callable[..., torch.Tensor] | None = None
     dtype: torch.dtype = torch.float32
+    pad: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
@@ -51,6 +55,18 @@ class Param:
                 f"Param has {len(self.shape)} dims {tuple(self.shape)} but {len(self.axes)} logical axes "
                 f"{tuple(self.axes)}; give one name, or None, per dim."
             )
+        if self.pad is not None and (
+            len(self.pad) != len(self.shape) or any(not 0 <= p < n for p, n in zip(self.pad, self.shape, strict=True))
+        ):
+            raise ShardingError(
+                f"Param of shape {tuple(self.shape)} has pad={self.pad!r}; give one count per dim, 0 for none, each below "
+                "the size, which includes it."
+            )
+
+    @property
+    def real_shape(self) -> tuple[int, ...]:
+        """The shape without padding."""
+        return tuple(n - p for n, p in zip(self.shape, self.pad or (0,) * len(self.shape), strict=True))
 
 
 class Annotator(Protocol):

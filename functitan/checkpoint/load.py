@@ -10,7 +10,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from functitan import tree
+from functitan.annotations import Param
 from functitan.errors import ConfigError, raise_batch, suggest
+from functitan.nn.padding import pad
 
 
 def load_params(path: str | Path, like: Any) -> Any:
@@ -18,7 +20,8 @@ def load_params(path: str | Path, like: Any) -> Any:
 
     Args:
         path: a file that :func:`functitan.checkpoint.save_params` wrote.
-        like: a pytree whose leaves have a ``shape`` and a ``dtype``: ``Param`` declarations, or tensors.
+        like: a pytree whose leaves have a ``shape`` and a ``dtype``: ``Param`` declarations, whose padding is
+            added, or tensors.
 
     Returns:
         Plain CPU tensors in the structure of ``like``, in its dtypes.
@@ -34,15 +37,20 @@ def load_params(path: str | Path, like: Any) -> Any:
             problems.append(
                 f"{name} is missing; the file has {len(tensors)} tensors.{suggest(name, tensors)}"
             )
-        elif tuple(tensors[name].shape) != tuple(leaf.shape):
+        elif tuple(tensors[name].shape) != _real_shape(leaf):
             problems.append(
-                f"{name} has shape {tuple(tensors[name].shape)} in the file, and {tuple(leaf.shape)} was "
+                f"{name} has shape {tuple(tensors[name].shape)} in the file, and {_real_shape(leaf)} was "
                 "asked for."
             )
     wanted = {name for name, _ in rows}
     problems += [f"{name} is in the file, and was not asked for." for name in tensors if name not in wanted]
     raise_batch(ConfigError, problems, f"{path}")
-    return tree.unflatten(treedef, [tensors[name].to(leaf.dtype) for name, leaf in rows])
+    found = [(leaf, tensors[name].to(leaf.dtype)) for name, leaf in rows]
+    return tree.unflatten(treedef, [pad(leaf, x) if isinstance(leaf, Param) else x for leaf, x in found])
+
+
+def _real_shape(leaf: Any) -> tuple[int, ...]:
+    return leaf.real_shape if isinstance(leaf, Param) else tuple(leaf.shape)
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

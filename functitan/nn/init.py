@@ -16,6 +16,7 @@ import torch
 from functitan import random, tree
 from functitan.annotations import Param
 from functitan.errors import TreeError, raise_batch
+from functitan.nn.padding import pad
 
 Initializer = Callable[[Any, tuple[int, ...], torch.dtype], torch.Tensor]
 
@@ -135,13 +136,16 @@ def init_params(key: torch.Tensor, declared: Any) -> Any:
         if not isinstance(param, Param):
             problems.append(f"{path or 'the tree'} is a {type(param).__name__}; declare it as a Param.")
             return None
-        made = (param.init or truncated_normal())(random.fold_in(key, path), param.shape, param.dtype)
-        if tuple(made.shape) != tuple(param.shape) or made.dtype != param.dtype:
+        # Padding is drawn nowhere: real entries have the same bits with and without it.
+        shape = param.real_shape
+        made = (param.init or truncated_normal())(random.fold_in(key, path), shape, param.dtype)
+        if tuple(made.shape) != shape or made.dtype != param.dtype:
             problems.append(
-                f"{path} is declared {tuple(param.shape)} {param.dtype}, and its init made "
+                f"{path} is declared {shape} {param.dtype}, and its init made "
                 f"{tuple(made.shape)} {made.dtype}; an init returns the shape and dtype that it is given."
             )
-        return made
+            return made
+        return pad(param, made)
 
     filled = tree.map_with_path(fill, declared)
     raise_batch(TreeError, problems, "the parameters")

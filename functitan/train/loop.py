@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import torch
 
+from functitan.nn.padding import unpadded
 from functitan.sharding import processes
 from functitan.train.build import build_steps
 from functitan.train.evaluate import sample_text, to_device, validate
@@ -64,7 +65,7 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
         sample = sample_text(task, steps, state.params)
         if sample:
             folder.text(run.steps, "sample", sample)
-        folder.params(steps.whole(state.params))
+        folder.params(unpadded(task.declared, steps.whole(state.params)))
         summary = Summary(
             steps=run.steps,
             first_loss=rows[0]["loss"],
