@@ -296,6 +296,8 @@ class Propagator:
         """Whether the result can be made in any layout: all that it reads can, or is whole for every element."""
         if len(call.outputs) != 1 or eq.emit is not None or not any(v.layout is None for v in operands):
             return False
+        if "_" in eq.outputs[0]:  # a dim that the op makes whole
+            return False
         kept = {label for label in eq.outputs[0] if isinstance(label, str)}
         for v, labels in zip(operands, eq.inputs, strict=True):
             if any(isinstance(label, tuple) or (label not in kept and label not in ("_", None)) for label in labels):
