@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions, get_decompositions
+from torch._decomp import get_decompositions as get_decompositions
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -15,8 +16,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: Errors with which fake tensors refuse to give a value or a data-dependent shape.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -173,3 +176,23 @@ class DTensorPropagation:
 def register_group(name: str, group: object) -> None:
     """Make a process group known to functional collectives under a name."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+class MissingCompilerError(Exception):
+    """Inductor found no C++ compiler."""
+
+
+def compile_graph(module: torch.fx.GraphModule, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A graph compiled by inductor for inputs like these (fake) values; a function of its inputs, without guards."""
+    from torch._inductor import standalone_compile
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return standalone_compile(module, list(values), dynamic_shapes="from_graph")
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, InvalidCxxCompiler):
+                raise MissingCompilerError(str(cause)) from None
+            cause = cause.__cause__ or cause.__context__
+        raise

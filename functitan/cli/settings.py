@@ -14,6 +14,7 @@ def chosen_recipe(
     simulate: bool | None = None,
     steps: int | None = None,
     device: str | None = None,
+    backend: str | None = None,
     set_: Sequence[str] | None = None,
 ) -> Recipe:
     """The recipe that a command line asks for; None leaves the recipe's value.
@@ -21,7 +22,7 @@ def chosen_recipe(
     Raises:
         ConfigError: no such recipe, or settings that do not fit it.
     """
-    flags = {"simulate": simulate, "run.steps": steps, "run.device": device}
+    flags = {"simulate": simulate, "run.steps": steps, "run.device": device, "run.backend": backend}
     settings = [*(set_ or ()), *(f"{path}={value}" for path, value in flags.items() if value is not None)]
     recipe = load_recipe(name)
     if mesh is not None:

@@ -26,6 +26,10 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="PATH=VALUE", help="Set any field, such as optim.lr=1e-3."),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option("--backend", help="eager: op by op; inductor: compiled first, needs a C++ compiler."),
+    ] = None,
     nproc: Annotated[
         int | None,
         typer.Option("--nproc", metavar="N", help="Start N processes on this machine, one per rank of the mesh."),
@@ -44,7 +48,7 @@ def train(
         return
     from functitan.train import train as run
 
-    run(chosen_recipe(recipe, mesh=mesh, simulate=simulate, steps=steps, device=device, set_=set_).task())
+    run(chosen_recipe(recipe, mesh=mesh, simulate=simulate, steps=steps, device=device, backend=backend, set_=set_).task())
 
 
 def _launched(nproc: int) -> bool:

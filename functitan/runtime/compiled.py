@@ -11,14 +11,17 @@ from functitan import tree
 from functitan.compiler.lower import lower
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, argument_names, trace
-from functitan.errors import ArgumentError, ShardingError, TraceError, raise_batch
+from functitan.errors import ArgumentError, ShardingError, TraceError, raise_batch, suggest
 from functitan.runtime.arguments import constants, owned, positional, take, with_paths
 from functitan.runtime.eager import Eager
+from functitan.runtime.inductor import Inductor
 from functitan.runtime.lockstep import Lockstep
 from functitan.sharding.array import Array
 from functitan.sharding.layout import replicated
 from functitan.sharding.logical import Rules
 from functitan.sharding.mesh import Mesh
+
+BACKENDS = ("eager", "inductor")
 
 
 class Compiled:
@@ -36,6 +39,7 @@ class Compiled:
         conflicts: str,
         reduce_dtype: torch.dtype,
         max_traces: int | None,
+        backend: str,
     ) -> None:
         self._f = f
         self._mesh = mesh
@@ -44,6 +48,7 @@ class Compiled:
         self._conflicts = conflicts
         self._reduce_dtype = reduce_dtype
         self._max_traces = max_traces
+        self._backend = backend
         self._traces: dict[Any, Traced] = {}
         self._programs: dict[Any, tuple[Program, Any, set[int]]] = {}
         self.__name__ = getattr(f, "__name__", type(f).__name__)
@@ -66,7 +71,8 @@ class Compiled:
         program, runner, held = self._program(args)
         if runner is None:
             raise ShardingError(
-                f"{self.__name__} is compiled for {self._mesh}, on which nothing runs. Use .lower(...) for its Program, or a "
+                f"{self.__name__} is compiled for {self._mesh}, on which nothing runs. Use .lower(...) for its "
+                "Program, or a "
                 "mesh of ft.make_mesh."
             )
         rows = with_paths(argument_names(self._f, len(args)), args)
@@ -89,7 +95,8 @@ class Compiled:
         beyond = [n for n in self._donated if n >= len(args)]
         if beyond:
             raise ArgumentError(
-                f"{self.__name__} was compiled with donate_argnums={self._donated} and called with {len(args)} arguments; "
+                f"{self.__name__} was compiled with donate_argnums={self._donated} and called with {len(args)} "
+                "arguments; "
                 f"there is no argument {beyond[0]} to donate."
             )
         leaves, problems, layouts = [], [], []
@@ -135,7 +142,8 @@ class Compiled:
         if self._mesh.kind == "abstract":
             return None
         if self._mesh.kind == "process" or self._mesh.size == 1:
-            return Eager(program, self._mesh.local_coordinates()[0])
+            kind = Inductor if self._backend == "inductor" else Eager
+            return kind(program, self._mesh.local_coordinates()[0])
         return Lockstep(self._mesh, program.bodies)
 
     def _retraced(self, key: Any, paths: list[str]) -> str:
@@ -156,7 +164,8 @@ class Compiled:
         shown = "; ".join(changed[:5]) + (f"; and {len(changed) - 5} more" if len(changed) > 5 else "")
         return (
             f"{self.__name__} would be compiled for signature number {len(self._programs) + 1}, and "
-            f"max_traces={self._max_traces}. What changed since the last: {shown or 'the containers of the arguments'}. Keep "
+            f"max_traces={self._max_traces}. What changed since the last: "
+            f"{shown or 'the containers of the arguments'}. Keep "
             "structure, shapes, dtypes and specs equal between calls, or raise max_traces."
         )
 
@@ -175,6 +184,7 @@ def compile(
     conflicts: str = "error",
     reduce_dtype: torch.dtype = torch.float32,
     max_traces: int | None = None,
+    backend: str = "eager",
 ) -> Compiled:
     """Compile a pure function on global tensors for a mesh.
 
@@ -188,6 +198,8 @@ def compile(
             by bytes moved, and the Program lists each choice.
         reduce_dtype: the lowest dtype in which gradients of parameters are reduced over ranks.
         max_traces: an error instead of compiling for more signatures than this.
+        backend: how a rank runs its graphs: "eager", op by op, or "inductor", each graph compiled once. A simulated mesh
+            of several ranks is interpreted whatever it says.
 
     >>> import functitan as ft
     >>> mesh = ft.make_mesh({"data": 2}, simulate=True)
@@ -197,9 +209,9 @@ def compile(
     """
     if conflicts not in ("error", "auto"):
         raise ShardingError(f'conflicts={conflicts!r} is not one of "error", "auto".')
+    if backend not in BACKENDS:
+        raise ArgumentError(f"backend={backend!r} is not one of {', '.join(BACKENDS)}.{suggest(backend, BACKENDS)}")
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if any(n < 0 for n in donated):
         raise ArgumentError(f"donate_argnums={donate_argnums!r}: count arguments from 0.")
-    return Compiled(f, mesh, rules, donated, conflicts, reduce_dtype, max_traces)
-
-
+    return Compiled(f, mesh, rules, donated, conflicts, reduce_dtype, max_traces, backend)

@@ -29,16 +29,16 @@ class Eager:
         self._backward: dict[str, Callable[..., Any]] = {}
         # Inner bodies come after the ones that call them.
         for name, body in reversed(program.bodies.items()):
-            self._forward[name] = self._function(body.forward)
+            self._forward[name] = self._function(body.forward, name)
             if body.backward is not None:
-                self._backward[name] = self._function(body.backward)
-        self._step = self._function(program.graph)
+                self._backward[name] = self._function(body.backward, f"{name}.backward")
+        self._step = self._function(program.graph, program.name)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The flat outputs for the flat inputs."""
         return self._step(list(inputs))
 
-    def _function(self, graph: fx.Graph) -> Callable[[list[Any]], list[Any]]:
+    def _function(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], list[Any]]:
         """A graph as a Python function of the inputs without coordinates."""
         copy = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
@@ -50,13 +50,15 @@ class Eager:
             elif node.target in targets.BODY_CALLS:
                 env[node].target = self._bound(node)
             elif "collective" in node.meta:
-                *args, name = env[node].args
-                env[node].args = (*args, bound_group(self._program.mesh, str(name)))
-        module = fx.GraphModule(torch.nn.Module(), copy)
-        module.recompile()
+                *args, group = env[node].args
+                env[node].args = (*args, bound_group(self._program.mesh, str(group)))
         fixed = [self._coordinates[a] for a in axes if a is not None]
-        forward = module.forward
+        forward = self._finish(copy, name)
         return lambda inputs: list(forward(*fixed, *inputs))
+
+    def _finish(self, graph: fx.Graph, name: str) -> Callable[..., Any]:
+        """A bound graph as a Python function of all its placeholders."""
+        return fx.GraphModule(torch.nn.Module(), graph).forward
 
     def _bound(self, node: fx.Node) -> Callable[..., Any]:
         """What a body call does here."""

@@ -20,13 +20,13 @@ PyTree = Any
 
 
 def build_steps(task: Task) -> Steps:
-    """The functions that train a task on its mesh; an empty mesh is one device and plain PyTorch.
+    """The functions that train a task on its mesh; an empty mesh is one device, op by op plain PyTorch.
 
     Raises:
         ShardingError: a mesh that needs more processes than run, or that does not fit the model.
         ConfigError: a device that this machine lacks.
     """
-    return _on_mesh(task) if task.mesh else _on_one_device(task)
+    return _on_mesh(task) if task.mesh or task.run.backend != "eager" else _on_one_device(task)
 
 
 def _on_one_device(task: Task) -> Steps:
@@ -43,7 +43,7 @@ def _on_mesh(task: Task) -> Steps:
     device = resolve_device(task.run.device)
     mesh = make_mesh(mesh_axes(task.mesh, task.rules), simulate=task.simulate)
     train = compile_step(task, mesh)
-    evaluate = compile(task.loss, mesh=mesh, rules=task.rules)
+    evaluate = compile(task.loss, mesh=mesh, rules=task.rules, backend=task.run.backend)
     optimizer_init = compile(task.optimizer.init, mesh=mesh, rules=task.rules)
 
     def first_state() -> TrainState:

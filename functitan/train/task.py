@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ class RunConfig:
         steps: optimizer steps.
         seed: of initial weights, batches and samples.
         device: "auto", "cpu", "cuda" or "cuda:<index>". CUDA is untested so far.
+        backend: "eager" runs a step op by op; "inductor" compiles it first, which pays in longer runs.
         log_every: steps between rows of metrics; the first and the last step always have one. Reading a
             metric waits for the device.
         validate_every: steps between validations; 0 for one at the end only.
@@ -38,6 +39,7 @@ class RunConfig:
     steps: int = 1000
     seed: int = 0
     device: str = "auto"
+    backend: Literal["eager", "inductor"] = "eager"
     log_every: int = 10
     validate_every: int = 0
     sample_tokens: int = 256
