@@ -59,7 +59,8 @@ class Param:
             len(self.pad) != len(self.shape) or any(not 0 <= p < n for p, n in zip(self.pad, self.shape, strict=True))
         ):
             raise ShardingError(
-                f"Param of shape {tuple(self.shape)} has pad={self.pad!r}; give one count per dim, 0 for none, each below "
+                f"Param of shape {tuple(self.shape)} has pad={self.pad!r}; give one count per dim, 0 for none, each "
+                "below "
                 "the size, which includes it."
             )
 
@@ -127,9 +128,7 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     return x if annotator is None else annotator.checkpoint_name(x, name)
 
 
-def region(
-    f: Callable[..., Any], *, name: str | None = None, remat: Any = None
-) -> Callable[..., Any]:
+def region(f: Callable[..., Any], *, name: str | None = None, remat: Any = None) -> Callable[..., Any]:
     """Mark a function as a region: traced, lowered and compiled once per signature, called many times.
 
     Args:

@@ -211,8 +211,7 @@ def _linearize(f: _FlatFunction, leaves: list[torch.Tensor]) -> tuple[list[torch
                 allow_unused=True,
             )
         return [
-            torch.zeros_like(x, requires_grad=False) if g is None else g
-            for g, x in zip(found, leaves, strict=True)
+            torch.zeros_like(x, requires_grad=False) if g is None else g for g, x in zip(found, leaves, strict=True)
         ]
 
     return outs, extra, pull
@@ -299,16 +298,11 @@ def _pair(out: Any, name: str) -> tuple[Any, Any]:
         return out
     found = f"a tuple of {len(out)}" if isinstance(out, tuple) else _kind(out)
     raise GradientError(
-        f"{name} returned {found}; with has_aux=True it returns a pair (value, aux). Return one, or "
-        "leave has_aux out."
+        f"{name} returned {found}; with has_aux=True it returns a pair (value, aux). Return one, or leave has_aux out."
     )
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} of shape {tuple(value.shape)}"
-    return (
-        f"{value!r} of type {type(value).__name__}"
-        if isinstance(value, (int, float, str))
-        else type(value).__name__
-    )
+    return f"{value!r} of type {type(value).__name__}" if isinstance(value, (int, float, str)) else type(value).__name__

@@ -222,7 +222,9 @@ def _backward(p: Propagator, node: fx.Node, length: int | None) -> list[Value]:
         cotangents.append(p.read(v, layout, f"cotangent of {lowered.label}"))
     kept = [token.inputs[i] for i in lowered.saved_inputs]
     layouts, types = [], []
-    for i, (layout, typ) in zip(lowered.gradient_of, zip(lowered.gradient_layouts, lowered.gradient_types, strict=True), strict=True):
+    for i, (layout, typ) in zip(
+        lowered.gradient_of, zip(lowered.gradient_layouts, lowered.gradient_types, strict=True), strict=True
+    ):
         if length is not None and lowered.n_carry <= i < lowered.n_carry + lowered.n_xs:
             layout = replace(layout, dims=((length,) if length != 1 else (), *layout.dims))
             typ = TensorType((length, *typ.shape), typ.dtype)

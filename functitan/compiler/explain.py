@@ -40,7 +40,7 @@ def explained(name: str, run: Callable[[], _T]) -> _T:
         raise e.with_traceback(source.user_frames(e.__traceback__)) from e.__cause__
     except Exception as e:
         if source.raised_by_user(e.__traceback__):
-            raise e.with_traceback(source.user_frames(e.__traceback__))
+            raise e.with_traceback(source.user_frames(e.__traceback__))  # noqa: B904 (it is the same exception)
         # The original stays reachable as __context__, for those who debug the tracer.
         raise TraceError(_worded(name, e)) from None
 
@@ -51,7 +51,8 @@ def _worded(name: str, e: Exception) -> str:
     said = str(e).strip().splitlines()[0].rstrip(".!") if str(e).strip() else type(e).__name__
     if isinstance(e, _torch.DATA_DEPENDENT_ERRORS):
         return (
-            f"{where}: {name} needs the value of a tensor here (.item(), bool(tensor), an `if` on a tensor, or a shape that "
+            f"{where}: {name} needs the value of a tensor here (.item(), bool(tensor), an `if` on a tensor, or a shape "
+            "that "
             "depends on data), and it is traced on shapes only. Write torch.where(condition, a, b) for a choice, keep "
             "numbers as 0-d tensors, and return or ft.debug.print what you want to see."
         )

@@ -169,7 +169,7 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
 
 
 def _carry_exit(natural: Layout, entry: Layout, sizes: dict[str, int]) -> Layout:
-    """A carry leaves as it entered, if that only needs sums resolved or free slices; else its own way, refused later."""
+    """A carry leaves as it entered if that takes sums and free slices alone; else its own way, refused later."""
     own = natural.settled()
     return Layout(entry.dims) if by_slices(own, entry, sizes) else own
 

@@ -82,17 +82,20 @@ def encode_spec(spec: Any, pending: Any, ndim: int) -> str:
         entries = list(spec)
     except TypeError:
         raise ShardingError(
-            f"constrain was given {spec!r}; write a tuple with one logical axis name or None per dim, or a PartitionSpec."
+            f"constrain was given {spec!r}; write a tuple with one logical axis name or None per dim, or a "
+            "PartitionSpec."
         ) from None
     wrong = [e for e in entries if not mesh and e is not None and not isinstance(e, str)]
     if wrong:
         raise ShardingError(
-            f"constrain was given the entry {wrong[0]!r} in {tuple(entries)!r}; an entry is a logical axis name or None. For "
+            f"constrain was given the entry {wrong[0]!r} in {tuple(entries)!r}; an entry is a logical axis name or "
+            "None. For "
             "mesh axes write a PartitionSpec."
         )
     if len(entries) != ndim:
         raise ShardingError(
-            f"constrain was given {len(entries)} entries {tuple(entries)!r} for a value of {ndim} dims; write one per dim, "
+            f"constrain was given {len(entries)} entries {tuple(entries)!r} for a value of {ndim} dims; write one per "
+            "dim, "
             "None for a whole one."
         )
     pend = [pending] if isinstance(pending, str) else list(pending or ())
@@ -134,9 +137,7 @@ def _outputs(body: Body, length: int | None) -> list[torch.Tensor]:
     types = body.output_types
     if length is None:
         return [torch.empty(s, dtype=d) for s, d in types]
-    return [
-        torch.empty(s if i < body.n_carry else (length, *s), dtype=d) for i, (s, d) in enumerate(types)
-    ]
+    return [torch.empty(s if i < body.n_carry else (length, *s), dtype=d) for i, (s, d) in enumerate(types)]
 
 
 class Call(torch.autograd.Function):
@@ -152,9 +153,7 @@ class Call(torch.autograd.Function):
         *outs, token = outs
         ctx.body, ctx.length = body, length
         ctx.save_for_backward(token)
-        ctx.mark_non_differentiable(
-            *[o for o, d in zip(outs, body.differentiable, strict=True) if not d]
-        )
+        ctx.mark_non_differentiable(*[o for o, d in zip(outs, body.differentiable, strict=True) if not d])
         return tuple(outs)
 
     @staticmethod
@@ -163,7 +162,8 @@ class Call(torch.autograd.Function):
         if torch.is_grad_enabled():  # autograd keeps the graph of this backward: a derivative of it may follow
             raise TraceError(
                 f"a second derivative through the {'region' if ctx.length is None else 'scan'} "
-                f"{body.name}: the derivative of a region or scan is a body of its own, which has no derivative. Take the "
+                f"{body.name}: the derivative of a region or scan is a body of its own, which has no derivative. Take "
+                "the "
                 "second derivative inside the body, or call the function without ft.region."
             )
         (token,) = ctx.saved_tensors
@@ -181,7 +181,8 @@ class Call(torch.autograd.Function):
 def no_vmap(*_: Any) -> Any:
     """Refuse a batched annotation."""
     raise TraceError(
-        "vmap over a function with ft.constrain, ft.region, ft.scan or parameters of a compiled function: these have no "
+        "vmap over a function with ft.constrain, ft.region, ft.scan or parameters of a compiled function: these have "
+        "no "
         "batched form. Call vmap inside the region on plain tensor code, or write the batch dim out."
     )
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from functitan.compiler import reshard
 from functitan.compiler.source import SourceLine, at
 from functitan.compiler.values import Value
-from functitan.sharding.layout import Layout, dim_text
+from functitan.sharding.layout import Layout, dim_text, spec_text
 from functitan.sharding.op_rules.base import Call, Solution
 
 
@@ -78,14 +77,14 @@ def conflict(
     return "\n".join(rows)
 
 
-def uncut(
-    call: Call, v: Value, layout: Layout, axis: str, gathered: Layout, line: SourceLine | None
-) -> str:
+def uncut(call: Call, v: Value, layout: Layout, axis: str, gathered: Layout, line: SourceLine | None) -> str:
     """A view that cuts a dim inside a mesh axis."""
     return (
-        f"{at(line)}{name_of(call)}: cannot reshape {list(v.type.shape)} to {list(call.outputs[0].shape)} with {shown(v, layout)}: "
+        f"{at(line)}{name_of(call)}: cannot reshape {list(v.type.shape)} to {list(call.outputs[0].shape)} with "
+        f"{shown(v, layout)}: "
         f'the split over "{axis}" does not fall on the new dims. Write '
-        f"ft.constrain(x, P({', '.join(dim_text(d) for d in gathered.dims)})) before this line, or use sizes whose leading "
+        f"ft.constrain(x, P({', '.join(dim_text(d) for d in gathered.dims)})) before this line, or use sizes whose "
+        "leading "
         "part the axis divides."
     )
 
@@ -98,7 +97,7 @@ def no_rule(call: Call, line: SourceLine | None) -> str:
     return (
         f"{at(line)}no sharding rule for {call.op}. If all its dims must be whole, register one with\n"
         f'    ft.sharding.register_rule(torch.ops.{packet}, "{operands}->{outputs}")\n'
-        "and use letters for dims that may be split, such as \"b_->b_\"."
+        'and use letters for dims that may be split, such as "b_->b_".'
     )
 
 
@@ -113,7 +112,8 @@ def no_rules(names: Sequence[str | None], line: SourceLine | None) -> str:
 def scanned_dim(name: str, v: Value, layout: Layout, line: SourceLine | None) -> str:
     """A scan over a dim that is split."""
     return (
-        f"{at(line)}scan of {name}: the scanned dim 0 of {shown(v, layout)} is split; every rank runs all steps. Leave the "
+        f"{at(line)}scan of {name}: the scanned dim 0 of {shown(v, layout)} is split; every rank runs all steps. Leave "
+        "the "
         "leading dim whole (a rule such as layers=None)."
     )
 
@@ -121,7 +121,8 @@ def scanned_dim(name: str, v: Value, layout: Layout, line: SourceLine | None) ->
 def carry_layout(name: str, path: str, own: Layout, out: Layout, line: SourceLine | None) -> str:
     """A carry that leaves a scan's body in another layout than it entered."""
     return (
-        f"{at(line)}scan of {name}: carry {path} enters with spec {own} and leaves the body with {out}; it keeps its spec. "
+        f"{at(line)}scan of {name}: carry {path} enters with spec {own} and leaves the body with {out}; it keeps its "
+        "spec. "
         f"Write {written('carry', own)} at the end of the body, or {written('carry', out)} before the scan."
     )
 
@@ -133,17 +134,16 @@ def written(value: str, layout: Layout) -> str:
     "ft.constrain(x, P('data', None))"
     """
     if layout.is_spec:
-        return f"ft.constrain({value}, P({', '.join(map(repr, layout.spec))}))"
-    dims = [tuple(d for d in dim if isinstance(d, str)) if all(isinstance(d, str) for d in dim[:-1]) else () for dim in layout.dims]
-    return f"ft.constrain({value}, P({', '.join(repr(d or None) for d in dims)}))"
+        return f"ft.constrain({value}, {spec_text(list(layout.spec))})"
+    plain = [dim if all(isinstance(d, str) for d in dim[:-1]) else () for dim in layout.dims]
+    return f"ft.constrain({value}, {spec_text([tuple(d for d in dim if isinstance(d, str)) for dim in plain])})"
 
 
 def irregular_output(path: str, v: Value, layout: Layout) -> str:
     """An output whose layout no spec can say."""
     sizes = ", ".join(f"dim {i}: {dim_text(d)}" for i, d in enumerate(layout.dims))
     return (
-        f"output {path} of shape {list(v.type.shape)} has a joined layout ({sizes}) that no spec can say. Return it before "
+        f"output {path} of shape {list(v.type.shape)} has a joined layout ({sizes}) that no spec can say. Return it "
+        "before "
         "the reshape that joined the dims, or write ft.constrain on it."
     )
-
-

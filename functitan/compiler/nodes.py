@@ -50,7 +50,8 @@ def lift_constants(module: fx.GraphModule) -> None:
             if isinstance(target, _torch.FakeTensor):
                 line = next((u.meta["line"] for u in node.users if u.meta.get("line")), None)
                 raise TraceError(
-                    f"{at(line)}a value of shape {tuple(target.shape)} is used outside the function that made it: it was kept in a "
+                    f"{at(line)}a value of shape {tuple(target.shape)} is used outside the function that made it: it "
+                    "was kept in a "
                     "global, an attribute or a list while that function was traced. Return it, and pass it on as an "
                     "argument."
                 )

@@ -147,9 +147,7 @@ class TracingAnnotator:
         outs = markers.Call.apply(body, None, *tensors, *captured)
         return tree.unflatten(body.out_tree, outs)
 
-    def scan(
-        self, f: Callable[..., Any], init: Any, xs: Any, length: int, options: dict[str, Any]
-    ) -> tuple[Any, Any]:
+    def scan(self, f: Callable[..., Any], init: Any, xs: Any, length: int, options: dict[str, Any]) -> tuple[Any, Any]:
         if _torch.inside_functorch():
             markers.no_vmap()
         carry, carry_tree = tree.flatten(init)
@@ -159,7 +157,8 @@ class TracingAnnotator:
             for v in values:
                 if not isinstance(v, torch.Tensor):
                     raise TraceError(
-                        f"scan: a leaf of {kind} is {v!r}; leaves are tensors. Write torch.tensor(...), or close over a "
+                        f"scan: a leaf of {kind} is {v!r}; leaves are tensors. Write torch.tensor(...), or close over "
+                        "a "
                         "constant."
                     )
 
@@ -179,7 +178,8 @@ class TracingAnnotator:
             if tuple(c.shape) != shape or c.dtype != dtype:
                 path = tree.paths(init)[i] or "carry"
                 raise TraceError(
-                    f"scan: carry {path} comes in as {c.dtype} {tuple(c.shape)} and leaves the body as {dtype} {shape}; it "
+                    f"scan: carry {path} comes in as {c.dtype} {tuple(c.shape)} and leaves the body as {dtype} "
+                    f"{shape}; it "
                     "keeps its shape and dtype. Cast or reshape it at the end of the body, or before the scan."
                 )
         outs = markers.Call.apply(body, length, *carry, *rows, *captured)
@@ -204,7 +204,16 @@ class TracingAnnotator:
         """The body of a call and the tensors that this call captures, traced unless a like call was."""
         closure = _signed(f)
         types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-        signature = (closure[0], types, where, n_carry, n_xs, options["name"], options["remat"], torch.is_grad_enabled())
+        signature = (
+            closure[0],
+            types,
+            where,
+            n_carry,
+            n_xs,
+            options["name"],
+            options["remat"],
+            torch.is_grad_enabled(),
+        )
         known = self._seen.get(signature)
         if known is not None and all(i < len(closure[1]) for i in known[1]):
             return known[0], [self._swap(closure[1][i]) for i in known[1]]
@@ -259,9 +268,7 @@ class TracingAnnotator:
     ) -> None:
         """Trace forward and backward of a body into one graph."""
         inputs = [_fresh(t, n) for t, n in zip(tensors, needs, strict=True)]
-        swaps = {
-            id(t): (t, own) for t, own in zip(tensors[n_given:], inputs[n_given:], strict=True)
-        }
+        swaps = {id(t): (t, own) for t, own in zip(tensors[n_given:], inputs[n_given:], strict=True)}
 
         @contextlib.contextmanager
         def own_inputs() -> Iterator[None]:

@@ -101,8 +101,10 @@ class Recorder(_torch.TorchDispatchMode):
                     else "torch.where(mask, new, x), x.index_put(...) or x.slice_scatter(...) for a part of it"
                 )
                 raise TraceError(
-                    f"{source.at(source.current_line())}{name} writes into a tensor of shape {tuple(value.shape)} that the "
-                    "function did not make: an argument, a captured tensor, or one of these after ft.constrain. Compiled "
+                    f"{source.at(source.current_line())}{name} writes into a tensor of shape {tuple(value.shape)} that "
+                    "the "
+                    "function did not make: an argument, a captured tensor, or one of these after ft.constrain. "
+                    "Compiled "
                     f"functions are pure; write the form that returns a new tensor: {instead}."
                 )
 
@@ -115,7 +117,8 @@ def abstract(rows: Sequence[tuple[str, Any]], name: str, mode: _torch.FakeTensor
     """
     problems = [
         f"argument {path} of {name} is {leaf!r} of type {type(leaf).__name__}; the leaves of a compiled function's "
-        "arguments are tensors or Arrays. Write torch.tensor(...) for a number that changes between calls, or close over "
+        "arguments are tensors or Arrays. Write torch.tensor(...) for a number that changes between calls, or close "
+        "over "
         "one that does not."
         for path, leaf in rows
         if not isinstance(getattr(leaf, "dtype", None), torch.dtype) or getattr(leaf, "shape", None) is None

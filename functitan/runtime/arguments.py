@@ -36,7 +36,8 @@ def positional(f: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Ma
         ) from None
     if bound.kwargs:
         raise ArgumentError(
-            f"{name} takes {listed(bound.kwargs)} by keyword only; the arguments of a compiled function have positions. Make "
+            f"{name} takes {listed(bound.kwargs)} by keyword only; the arguments of a compiled function have "
+            "positions. Make "
             "them positional, or close over them."
         )
     return bound.args
@@ -63,7 +64,8 @@ def take(name: str, rows: Sequence[tuple[str, Any, int]], donated: Collection[in
     for path, leaf, i in rows:
         if isinstance(leaf, Array) and leaf.donated_to:
             problems.append(
-                f"{path} of {name} is an Array that was donated to {leaf.donated_to} and holds no value any more. Pass what "
+                f"{path} of {name} is an Array that was donated to {leaf.donated_to} and holds no value any more. Pass "
+                "what "
                 "that call returned, or leave the argument out of donate_argnums."
             )
             continue
@@ -72,8 +74,10 @@ def take(name: str, rows: Sequence[tuple[str, Any, int]], donated: Collection[in
             other, other_given = owners.setdefault(memory, (path, given))
             if other != path and (given or other_given):
                 problems.append(
-                    f"{other} and {path} of {name} share memory, and {other if other_given else path} is donated: its memory "
-                    f"may be written over while the other is read. Give {path} its own copy, x.reshard(x.spec), or leave the "
+                    f"{other} and {path} of {name} share memory, and {other if other_given else path} is donated: its "
+                    "memory "
+                    f"may be written over while the other is read. Give {path} its own copy, x.reshard(x.spec), or "
+                    "leave the "
                     "argument out of donate_argnums."
                 )
                 break

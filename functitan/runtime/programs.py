@@ -58,9 +58,7 @@ class Request:
 Rank = Generator[Request, torch.Tensor, list[Any]]
 
 
-def run_programs(
-    graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[torch.Tensor]], mesh: Mesh
-) -> list[list[Any]]:
+def run_programs(graphs: Sequence[fx.Graph], inputs: Sequence[Sequence[torch.Tensor]], mesh: Mesh) -> list[list[Any]]:
     """Run one graph per rank of a simulated mesh.
 
     Args:
@@ -78,7 +76,8 @@ def run_programs(
     """
     if not len(graphs) == len(inputs) == mesh.size:
         raise ArgumentError(
-            f"run_programs was given {len(graphs)} graphs and {len(inputs)} rows of inputs for the {mesh.size} ranks of "
+            f"run_programs was given {len(graphs)} graphs and {len(inputs)} rows of inputs for the {mesh.size} ranks "
+            "of "
             f"{mesh}; give one of each per rank."
         )
     groups = Groups(mesh)
@@ -168,7 +167,8 @@ def _stuck(waiting: dict[int, Request], results: dict[int, list[Any]], groups: G
             rows.append(f"    rank {r}: has finished")
             continue
         members = next(g for g in groups.of(waiting[r].group) if r in g)
-        rows.append(f"    rank {r}, collective {waiting[r].number}: {waiting[r]}, with ranks {', '.join(map(str, members))}")
+        others = ", ".join(map(str, members))
+        rows.append(f"    rank {r}, collective {waiting[r].number}: {waiting[r]}, with ranks {others}")
     return (
         "no collective can go on, because ranks wait for different ones:\n"
         + "\n".join(rows)

@@ -39,7 +39,7 @@ def test_b51_an_indivisible_dim_is_an_error():
     """A constraint that did not divide was silently replication. Parameter and intermediate are named, with dim and
     axis."""
     mesh, rules = mesh_of(tensor=2), ft.Rules(vocab="tensor", embed=None)
-    with pytest.raises(ShardingError, match="^emb: dim 0 has size 17, which does not divide by tensor=2"):
+    with pytest.raises(ShardingError, match=r"^emb: dim 0 has size 17, which does not divide by tensor=2"):
         ft.init(ft.random.key(0), {"emb": ft.Param((17, 4), ("vocab", "embed"))}, mesh, rules)
     f = ft.compile(lambda x: ft.constrain(x @ torch.ones(4, 17), (None, "vocab")), mesh=mesh, rules=rules)
     with pytest.raises(ShardingError, match=r"^constrain of float32\[2, 17\] at .*: dim 1 has size 17, which does not"):

@@ -60,9 +60,7 @@ def test_b46_dropout_masks_are_slices_of_one_mask(spec):
     if not any(spec):
         assert torch.equal(got, expected)
         return
-    assert all(
-        torch.equal(a, b) for a, b in zip(got.shards, ft.device_put(expected, spec, mesh).shards, strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(got.shards, ft.device_put(expected, spec, mesh).shards, strict=True))
     ranks = dict(zip(itertools.product(range(2), range(2)), got.shards, strict=True))
     assert not torch.equal(ranks[0, 0], ranks[1, 0])
     assert torch.equal(ranks[0, 0], ranks[0, 1]) == ("tensor" not in spec)

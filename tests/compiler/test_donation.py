@@ -37,13 +37,15 @@ def test_a_donated_array_is_gone():
     with pytest.raises(ShardingError) as e:
         state["w"].full()
     assert str(e.value) == (
-        "Array(float64[4, 4], (fsdp, None), mesh data=1, fsdp=2, tensor=1 (simulated)) was donated to step and holds no "
+        "Array(float64[4, 4], (fsdp, None), mesh data=1, fsdp=2, tensor=1 (simulated)) was donated to step and holds "
+        "no "
         "value any more. Use what that call returned, or leave the argument out of donate_argnums."
     )
     with pytest.raises(ShardingError) as e:
         compiled(state, x)
     assert str(e.value) == (
-        "state/w of step is an Array that was donated to step and holds no value any more. Pass what that call returned, or "
+        "state/w of step is an Array that was donated to step and holds no value any more. Pass what that call "
+        "returned, or "
         "leave the argument out of donate_argnums."
     )
     compiled(new, x)
@@ -81,7 +83,8 @@ def test_donated_leaves_that_share_memory(other):
     with pytest.raises(ShardingError) as e:
         ft.compile(step, mesh=MESH, donate_argnums=0)({"a": a, "b": b}, put())
     assert str(e.value) == (
-        "state/a and state/b of step share memory, and state/a is donated: its memory may be written over while the other is "
+        "state/a and state/b of step share memory, and state/a is donated: its memory may be written over while the "
+        "other is "
         "read. Give state/b its own copy, x.reshard(x.spec), or leave the argument out of donate_argnums."
     )
     ft.compile(step, mesh=MESH, donate_argnums=0)({"a": a, "b": b.reshard(b.spec)}, put())
@@ -156,13 +159,15 @@ def test_a_default_stays():
         (
             (1,),
             {},
-            "step(state, x) was called with 1 positional arguments: missing a required argument: 'x'. Give each parameter one "
+            "step(state, x) was called with 1 positional arguments: missing a required argument: 'x'. Give each "
+            "parameter one "
             "argument.",
         ),
         (
             (1, 2, 3),
             {},
-            "step(state, x) was called with 3 positional arguments: too many positional arguments. Give each parameter one "
+            "step(state, x) was called with 3 positional arguments: too many positional arguments. Give each parameter "
+            "one "
             "argument.",
         ),
         (
@@ -180,7 +185,7 @@ def test_a_wrong_number_of_arguments(args, kwargs, message):
 
 
 def test_arguments_by_keyword_only():
-    with pytest.raises(ArgumentError, match="f takes y by keyword only; .* Make them positional, or close over them"):
+    with pytest.raises(ArgumentError, match=r"f takes y by keyword only; .* Make them positional, or close over them"):
 
         def f(x, *, y):
             return x + y
@@ -189,7 +194,9 @@ def test_arguments_by_keyword_only():
 
 
 def test_donated_positions_that_are_not_there():
-    with pytest.raises(ArgumentError, match=r"donate_argnums=\(2,\) and called with 2 arguments; there is no argument 2"):
+    with pytest.raises(
+        ArgumentError, match=r"donate_argnums=\(2,\) and called with 2 arguments; there is no argument 2"
+    ):
         ft.compile(step, mesh=MESH, donate_argnums=2)({"w": put()}, put())
     with pytest.raises(ArgumentError, match="count arguments from 0"):
         ft.compile(step, mesh=MESH, donate_argnums=-1)
@@ -200,9 +207,11 @@ def test_leaves_that_are_no_tensors_are_named_at_once():
         ft.compile(lambda state, x: x, mesh=MESH)({"lr": 0.1, "name": "run"}, put())
     assert str(e.value) == (
         "2 problems in the arguments of <lambda>:\n"
-        "  1. argument state/lr of <lambda> is 0.1 of type float; the leaves of a compiled function's arguments are tensors or "
+        "  1. argument state/lr of <lambda> is 0.1 of type float; the leaves of a compiled function's arguments are "
+        "tensors or "
         "Arrays. Write torch.tensor(...) for a number that changes between calls, or close over one that does not.\n"
-        "  2. argument state/name of <lambda> is 'run' of type str; the leaves of a compiled function's arguments are tensors "
+        "  2. argument state/name of <lambda> is 'run' of type str; the leaves of a compiled function's arguments are "
+        "tensors "
         "or Arrays. Write torch.tensor(...) for a number that changes between calls, or close over one that does not."
     )
 
@@ -214,7 +223,8 @@ def test_another_structure_is_another_trace_unless_traces_are_limited():
     with pytest.raises(TraceError) as e:
         compiled({"w": put(), "bias": put()}, put())
     assert str(e.value) == (
-        "step would be compiled for signature number 3, and max_traces=2. What changed since the last: state/bias is new; "
+        "step would be compiled for signature number 3, and max_traces=2. What changed since the last: state/bias is "
+        "new; "
         "state/b is gone. Keep structure, shapes, dtypes and specs equal between calls, or raise max_traces."
     )
     with pytest.raises(TraceError, match=r"x: spec \(fsdp, None\) -> \(None, fsdp\)"):
@@ -227,7 +237,8 @@ def test_an_array_of_another_mesh():
     with pytest.raises(ShardingError) as e:
         ft.compile(step, mesh=MESH)({"w": put(mesh=mesh_of({"fsdp": 4}))}, put())
     assert str(e.value) == (
-        "state/w is on mesh data=1, fsdp=4, tensor=1 (simulated), step is compiled for data=1, fsdp=2, tensor=1 (simulated); "
+        "state/w is on mesh data=1, fsdp=4, tensor=1 (simulated), step is compiled for data=1, fsdp=2, tensor=1 "
+        "(simulated); "
         "put it there with ft.device_put(x.full(), spec, mesh)."
     )
 

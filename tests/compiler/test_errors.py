@@ -41,25 +41,29 @@ def refused(f, kind=FunctitanError, rules=RULES):
 
 def test_unknown_mesh_axis():
     assert refused(lambda w, x: ft.constrain(x, ft.P("dat", None, None)), ShardingError) == (
-        f"unknown mesh axis \"dat\" in constrain of x at {HERE}: P('dat', None, None); the mesh has data=1, fsdp=2, tensor=2. "
+        f"unknown mesh axis \"dat\" in constrain of x at {HERE}: P('dat', None, None); the mesh has data=1, fsdp=2, "
+        "tensor=2. "
         'Did you mean "data"? Write one of these, or add "dat": 1 to the mesh when the axis is not used here.'
     )
 
 
 def test_unknown_logical_axis():
     assert refused(lambda w, x: ft.constrain(x, ("batch", "sequence", None)), ShardingError) == (
-        f'constrain of x at {HERE}: logical axis "sequence" has no rule; the rules have batch, seq, whole_seq, embed, mlp, '
+        f'constrain of x at {HERE}: logical axis "sequence" has no rule; the rules have batch, seq, whole_seq, embed, '
+        "mlp, "
         'layers. Did you mean "seq"? Write sequence=None in the rules to leave it whole on purpose.'
     )
 
 
 def test_axis_used_twice():
     assert refused(lambda w, x: ft.constrain(x, ft.P("fsdp", ("data", "fsdp"), None)), ShardingError) == (
-        f"constrain of x at {HERE}: the spec P('fsdp', ('data', 'fsdp'), None) uses mesh axis \"fsdp\" for dim 0 and dim 1; "
+        f"constrain of x at {HERE}: the spec P('fsdp', ('data', 'fsdp'), None) uses mesh axis \"fsdp\" for dim 0 and "
+        "dim 1; "
         "an axis can split one dim, once. Keep one of them (free axes: tensor)."
     )
     assert refused(lambda w, x: ft.constrain(x, ("batch", "seq", "mlp")), ShardingError) == (
-        f"constrain of x at {HERE} ('batch', 'seq', 'mlp'): mesh axis \"tensor\" is wanted by two rules, seq='tensor' and "
+        f"constrain of x at {HERE} ('batch', 'seq', 'mlp'): mesh axis \"tensor\" is wanted by two rules, seq='tensor' "
+        "and "
         "mlp='tensor'; an axis can split one dim. Drop it from one of them."
     )
 
@@ -75,36 +79,40 @@ def test_indivisible_dim_of_parameters():
         ft.init(ft.random.key(0), declared, mesh, RULES)
     assert shown(e.value) == (
         "3 problems in the parameters' layouts:\n"
-        "  1. emb: dim 0 has size 17, which does not divide by tensor=2. Use a size such as 18, or give the dim fewer axes.\n"
-        "  2. layers/b: dim 0 has size 12, which does not divide by data=2 * fsdp=4 = 8. Alone would fit: data, fsdp. Use a "
+        "  1. emb: dim 0 has size 17, which does not divide by tensor=2. Use a size such as 18, or give the dim fewer "
+        "axes.\n"
+        "  2. layers/b: dim 0 has size 12, which does not divide by data=2 * fsdp=4 = 8. Alone would fit: data, fsdp. "
+        "Use a "
         "size such as 16, or give the dim fewer axes.\n"
-        "  3. layers/w: dim 1 has size 3, which does not divide by fsdp=4. Use a size such as 4, or give the dim fewer axes."
+        "  3. layers/w: dim 1 has size 3, which does not divide by fsdp=4. Use a size such as 4, or give the dim fewer "
+        "axes."
     )
 
 
 def test_indivisible_dim_of_an_intermediate():
     assert refused(lambda w, x: ft.constrain(x[:, :3] * 2, ("batch", "seq", None)), ShardingError) == (
-        f"constrain of float64[4, 3, 8] at {HERE}: dim 1 has size 3, which does not divide by tensor=2. Use a size such as "
+        f"constrain of float64[4, 3, 8] at {HERE}: dim 1 has size 3, which does not divide by tensor=2. Use a size "
+        "such as "
         "4, or give the dim fewer axes."
     )
 
 
 def test_rank_mismatch():
     assert refused(lambda w, x: ft.constrain(x, ("batch", "embed")), ShardingError) == (
-        f"{HERE} (assert refused(lambda w, x: ft.constrain(x, (\"batch\", \"embed\")), ShardingError) == (): constrain was "
+        f'{HERE} (assert refused(lambda w, x: ft.constrain(x, ("batch", "embed")), ShardingError) == (): constrain '
+        "was "
         "given 2 entries ('batch', 'embed') for a value of 3 dims; write one per dim, None for a whole one."
     )
     with pytest.raises(ShardingError) as e:
         ft.device_put(X, ft.P("fsdp"), mesh_of({"fsdp": 2}))
     assert shown(e.value) == (
-        "device_put: the spec P('fsdp') has 1 entries, the value has 3 dims (4, 4, 8). Write one entry per dim, None for a "
+        "device_put: the spec P('fsdp') has 1 entries, the value has 3 dims (4, 4, 8). Write one entry per dim, None "
+        "for a "
         "whole one."
     )
     with pytest.raises(ShardingError) as e:
         ft.Param((4, 4), ("embed",))
-    assert shown(e.value) == (
-        "Param has 2 dims (4, 4) but 1 logical axes ('embed',); give one name, or None, per dim."
-    )
+    assert shown(e.value) == ("Param has 2 dims (4, 4) but 1 logical axes ('embed',); give one name, or None, per dim.")
 
 
 def test_entries_that_are_no_names():
@@ -121,7 +129,8 @@ def test_no_rules():
         return ft.constrain(x, ("batch", "seq", None))
 
     assert refused(f, rules=None) == (
-        f'{HERE} (return ft.constrain(x, ("batch", "seq", None))): constrain names logical axes (\'batch\', \'seq\', None), '
+        f"{HERE} (return ft.constrain(x, (\"batch\", \"seq\", None))): constrain names logical axes ('batch', 'seq', "
+        "None), "
         "and the function is compiled without rules. Pass rules=ft.Rules(...) to ft.compile, or give constrain a "
         "PartitionSpec of mesh axes."
     )
@@ -134,7 +143,10 @@ def test_several_problems_in_one_message():
         return a + b
 
     text = refused(f, ShardingError)
-    assert text.startswith("2 problems in lowering f:\n  1. constrain of x at ") and '\n  2. unknown mesh axis "dta"' in text
+    assert (
+        text.startswith("2 problems in lowering f:\n  1. constrain of x at ")
+        and '\n  2. unknown mesh axis "dta"' in text
+    )
 
 
 # --- operands ------------------------------------------------------------------------------------------------------
@@ -146,12 +158,15 @@ def test_conflicting_operands():
         return y + ft.constrain(x, ("batch", "seq", None))
 
     assert refused(f, ShardingError) == (
-        f'{HERE} (return y + ft.constrain(x, ("batch", "seq", None))): aten.add.Tensor: axis "tensor" splits two different '
+        f'{HERE} (return y + ft.constrain(x, ("batch", "seq", None))): aten.add.Tensor: axis "tensor" splits two '
+        "different "
         "dims of the op.\n"
         "    operand 0: float64[4, 4, 8] with spec (fsdp, None, tensor)\n"
-        "    operand 1: float64[4, 4, 8] with spec (fsdp, tensor, None); would become (fsdp, None, tensor) (128 B sent per "
+        "    operand 1: float64[4, 4, 8] with spec (fsdp, tensor, None); would become (fsdp, None, tensor) (128 B sent "
+        "per "
         "rank)\n"
-        "    Write ft.constrain(operand 1, P('fsdp', None, 'tensor')) before this line, or with logical names; or compile "
+        "    Write ft.constrain(operand 1, P('fsdp', None, 'tensor')) before this line, or with logical names; or "
+        "compile "
         'with conflicts="auto".'
     )
 
@@ -167,11 +182,13 @@ def test_a_stored_parameter_that_is_not_in_use():
         return ft.constrain(x, ("batch", "whole_seq", None)) @ w["up"]
 
     assert refused(f, ShardingError) == (
-        f'{HERE} (return ft.constrain(x, ("batch", "whole_seq", None)) @ w["up"]): aten.mm: axis "fsdp" splits two different '
+        f'{HERE} (return ft.constrain(x, ("batch", "whole_seq", None)) @ w["up"]): aten.mm: axis "fsdp" splits two '
+        "different "
         "dims of the op.\n"
         "    operand 0: float64[16, 8] with spec (fsdp, None)\n"
         "    operand 1: w/up with spec (fsdp, tensor); would become (None, tensor) (256 B sent per rank)\n"
-        "    Operand 1 is a parameter in storage over fsdp. Write params = ft.use_params(params) where the function begins: "
+        "    Operand 1 is a parameter in storage over fsdp. Write params = ft.use_params(params) where the function "
+        "begins: "
         "parameters that are not differentiated are gathered only where they are marked as used."
     )
     lower(lambda w, x: f(ft.use_params(w), x))
@@ -184,11 +201,13 @@ def test_an_op_without_a_rule():
 
     assert refused(f, ShardingError) == (
         "2 problems in lowering f:\n"
-        f"  1. {HERE} (y = torch.linalg.matrix_exp(x[0, :, :4])): no sharding rule for aten.linalg_matrix_exp.default. If all "
+        f"  1. {HERE} (y = torch.linalg.matrix_exp(x[0, :, :4])): no sharding rule for aten.linalg_matrix_exp.default. "
+        "If all "
         "its dims must be whole, register one with\n"
         '    ft.sharding.register_rule(torch.ops.aten.linalg_matrix_exp, "__->__")\n'
         'and use letters for dims that may be split, such as "b_->b_".\n'
-        f"  2. {HERE} (return y, torch.linalg.matrix_exp(y)): no sharding rule for aten.linalg_matrix_exp.default. If all "
+        f"  2. {HERE} (return y, torch.linalg.matrix_exp(y)): no sharding rule for aten.linalg_matrix_exp.default. If "
+        "all "
         "its dims must be whole, register one with\n"
         '    ft.sharding.register_rule(torch.ops.aten.linalg_matrix_exp, "__->__")\n'
         'and use letters for dims that may be split, such as "b_->b_".'
@@ -200,7 +219,8 @@ def test_tree_mismatch():
         return ft.tree.map(torch.add, w, {"up": w["up"], "dwn": w["down"]})
 
     assert refused(f, TreeError) == (
-        f'{HERE} (return ft.tree.map(torch.add, w, {{"up": w["up"], "dwn": w["down"]}})): first and second must have the same '
+        f'{HERE} (return ft.tree.map(torch.add, w, {{"up": w["up"], "dwn": w["down"]}})): first and second must have '
+        "the same "
         "structure; only first has: down; only second has: dwn. Is down meant to be dwn?"
     )
 
@@ -208,7 +228,8 @@ def test_tree_mismatch():
 # --- impure and data-dependent code --------------------------------------------------------------------------------
 
 WRITES = (
-    "writes into a tensor of shape (4, 4, 8) that the function did not make: an argument, a captured tensor, or one of these "
+    "writes into a tensor of shape (4, 4, 8) that the function did not make: an argument, a captured tensor, or one of "
+    "these "
     "after ft.constrain. Compiled functions are pure; write the form that returns a new tensor: "
 )
 
@@ -247,7 +268,8 @@ def test_in_place_on_an_argument_and_its_views():
     assert refused(whole) == f"{HERE} (x += 1): add_ {WRITES}x = x.add(...)."
     some = WRITES.replace("(4, 4, 8)", "(4, 8)")
     assert refused(part) == (
-        f"{HERE} (x[0] = 0): fill_ {some}torch.where(mask, new, x), x.index_put(...) or x.slice_scatter(...) for a part of it."
+        f"{HERE} (x[0] = 0): fill_ {some}torch.where(mask, new, x), x.index_put(...) or x.slice_scatter(...) for a "
+        "part of it."
     )
     for f in (constrained, in_region):
         assert f".add_(1)): add_ {WRITES}x = x.add(...)." in refused(f)
@@ -274,8 +296,10 @@ def test_in_place_on_a_differentiated_tensor():
         return ft.grad(loss)(w)
 
     assert refused(through_a_region) == (
-        f'{HERE} (w["up"].mul_(2)): through_a_region writes into a tensor that it did not make, or that a derivative needs as '
-        "it is. Compiled functions are pure; write the form that returns a new tensor, such as x = x.add(...). (torch: a leaf "
+        f'{HERE} (w["up"].mul_(2)): through_a_region writes into a tensor that it did not make, or that a derivative '
+        "needs as "
+        "it is. Compiled functions are pure; write the form that returns a new tensor, such as x = x.add(...). (torch: "
+        "a leaf "
         "Variable that requires grad is being used in an in-place operation)"
     )
 
@@ -321,8 +345,10 @@ def test_global_rng_below_the_functions_of_torch():
 
 
 NEEDS_A_VALUE = (
-    "needs the value of a tensor here (.item(), bool(tensor), an `if` on a tensor, or a shape that depends on data), and it is "
-    "traced on shapes only. Write torch.where(condition, a, b) for a choice, keep numbers as 0-d tensors, and return or "
+    "needs the value of a tensor here (.item(), bool(tensor), an `if` on a tensor, or a shape that depends on data), "
+    "and it is "
+    "traced on shapes only. Write torch.where(condition, a, b) for a choice, keep numbers as 0-d tensors, and return "
+    "or "
     "ft.debug.print what you want to see."
 )
 
@@ -358,7 +384,8 @@ def test_a_value_that_leaks_from_a_region():
         return kept[0] + 1
 
     assert refused(f, TraceError) == (
-        f"{HERE} (return kept[0] + 1): a value of shape (4, 4, 8) is used outside the function that made it: it was kept in a "
+        f"{HERE} (return kept[0] + 1): a value of shape (4, 4, 8) is used outside the function that made it: it was "
+        "kept in a "
         "global, an attribute or a list while that function was traced. Return it, and pass it on as an argument."
     )
 
@@ -371,8 +398,10 @@ def test_shapes_that_torch_refuses(capfd):
         return x + w["up"]
 
     assert refused(f, TraceError) == (
-        f'{HERE} (return x + w["up"]): f cannot be traced: torch refuses this line: Attempting to broadcast a dimension of '
-        "length 16 at -1! Mismatching argument at index 1 had torch.Size([8, 16]); but expected shape should be broadcastable "
+        f'{HERE} (return x + w["up"]): f cannot be traced: torch refuses this line: Attempting to broadcast a '
+        "dimension of "
+        "length 16 at -1! Mismatching argument at index 1 had torch.Size([8, 16]); but expected shape should be "
+        "broadcastable "
         "to [4, 4, 8]. Shapes in a compiled function are those of whole (global) tensors."
     )
     assert capfd.readouterr().err == ""

@@ -95,7 +95,8 @@ def test_another_order():
     assert text == (
         "ranks 0 and 1 differ in the operation of a collective:\n"
         '    rank 0, collective 0: all_reduce(sum) over "data" of float64[4, 4] (node all_reduce_default)\n'
-        '    rank 1, collective 0: all_gather_into_tensor(2) over "data" of float64[4, 4] (node all_gather_into_tensor_default)\n'
+        '    rank 1, collective 0: all_gather_into_tensor(2) over "data" of float64[4, 4] (node '
+        "all_gather_into_tensor_default)\n"
         "All ranks of a group call the same collectives in the same order, with one shape and dtype."
     )
 
@@ -111,9 +112,11 @@ def test_another_axis():
     assert refused([a, a, a, b], GRID) == (
         "no collective can go on, because ranks wait for different ones:\n"
         "    rank 0: has finished\n"
-        '    rank 1, collective 0: all_reduce(sum) over "data" of float64[4, 4] (node all_reduce_default), with ranks 1, 3\n'
+        '    rank 1, collective 0: all_reduce(sum) over "data" of float64[4, 4] (node all_reduce_default), with ranks '
+        "1, 3\n"
         "    rank 2: has finished\n"
-        '    rank 3, collective 0: all_reduce(sum) over "tensor" of float64[4, 4] (node all_reduce_default), with ranks 2, 3\n'
+        '    rank 3, collective 0: all_reduce(sum) over "tensor" of float64[4, 4] (node all_reduce_default), with '
+        "ranks 2, 3\n"
         "All ranks of a group call the same collectives in the same order."
     )
 
@@ -179,12 +182,16 @@ def test_collectives_read_strided_operands_as_copies(view, collective):
     views = [[STRIDED[view](row[0])[:4]] for row in inputs]
     assert not views[0][0].is_contiguous()
     copies = [[row[0].contiguous()] for row in views]
-    for a, b in zip(run([program(collective())] * 2, PAIR, views), run([program(collective())] * 2, PAIR, copies), strict=True):
+    for a, b in zip(
+        run([program(collective())] * 2, PAIR, views), run([program(collective())] * 2, PAIR, copies), strict=True
+    ):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("view", STRIDED)
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations([(None, None), ("fsdp", None), (None, "fsdp")], 2)))
+@pytest.mark.parametrize(
+    ("first", "second"), list(itertools.permutations([(None, None), ("fsdp", None), (None, "fsdp")], 2))
+)
 def test_moves_of_strided_values_forward_and_backward(view, first, second):
     """Every move between layouts, of a value that is a strided view, and of its gradient."""
 

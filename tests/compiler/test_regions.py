@@ -75,7 +75,7 @@ def test_captured_tensors_get_gradients(axes):
         box, halves, bias = Box(w["up"]), {"down": w["down"] * 0.5}, w["down"].mean(0)
         inner = lambda y: y * bias  # noqa: E731
 
-        def body(y, scale=w["up"].mean()):
+        def body(y, scale=w["up"].mean()):  # noqa: B008
             y = ft.constrain(y, ("batch", "whole_seq", "embed"))
             y = torch.tanh(y @ box.w) @ halves["down"]
             return inner(ft.constrain(y, ("batch", "seq", "embed"))) * scale

@@ -287,8 +287,10 @@ def test_a_carry_that_changes_its_layout():
     with pytest.raises(ShardingError) as e:
         refused(loss)
     assert text_of(e.value) == (
-        "test_scan.py:N (return ft.scan(body, x, w)[0].sum()): scan of body: carry 0 enters with spec (fsdp, None, None) "
-        "and leaves the body with (None, None, fsdp); it keeps its spec. Write ft.constrain(carry, P('fsdp', None, None)) "
+        "test_scan.py:N (return ft.scan(body, x, w)[0].sum()): scan of body: carry 0 enters with spec (fsdp, None, "
+        "None) "
+        "and leaves the body with (None, None, fsdp); it keeps its spec. Write ft.constrain(carry, P('fsdp', None, "
+        "None)) "
         "at the end of the body, or ft.constrain(carry, P(None, None, 'fsdp')) before the scan."
     )
 
@@ -319,8 +321,10 @@ def test_a_scanned_dim_that_is_split():
     with pytest.raises(ShardingError) as e:
         refused(lambda w, x: ft.scan(block, x, w)[0].sum(), w_names=names, axes={"tensor": 2})
     assert text_of(e.value) == (
-        "test_scan.py:N (refused(lambda w, x: ft.scan(block, x, w)[0].sum(), w_names=names, axes={\"tensor\": 2})): scan of "
-        "block: the scanned dim 0 of w/up with spec (tensor, None, None) is split; every rank runs all steps. Leave the "
+        'test_scan.py:N (refused(lambda w, x: ft.scan(block, x, w)[0].sum(), w_names=names, axes={"tensor": 2})): '
+        "scan of "
+        "block: the scanned dim 0 of w/up with spec (tensor, None, None) is split; every rank runs all steps. Leave "
+        "the "
         "leading dim whole (a rule such as layers=None)."
     )
 
@@ -330,7 +334,11 @@ def test_a_scanned_dim_that_is_split():
     [
         (lambda c, u: c, X, "the body returned a tensor of shape .4, 4, 8.; it returns a pair"),
         (lambda c, u: ({"y": c}, None), X, "only the carry out has: y"),
-        (lambda c, u: (c.float(), None), X, r"carry comes in as torch.float64 \(4, 4, 8\) and leaves the body as torch.float32"),
+        (
+            lambda c, u: (c.float(), None),
+            X,
+            r"carry comes in as torch.float64 \(4, 4, 8\) and leaves the body as torch.float32",
+        ),
         (lambda c, u: (c, None), 3, "scan: a leaf of init is 3"),
         (lambda c, u: (c, 3), X, "output 1 is 3; the outputs of a region or scan body are tensors"),
     ],
