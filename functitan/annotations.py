@@ -194,7 +194,10 @@ def _scan_length(xs: Any, length: int | None) -> int:
             f"scan needs one leading size, from length={length} and the leaves of xs; found {rows or 'no leaves'}. "
             "Stack every leaf of xs on a leading dim of one size, or pass length= when xs has no leaves."
         )
-    return int(found.pop())  # type: ignore[arg-type]
+    steps = int(found.pop())  # type: ignore[arg-type]
+    if steps < 1:
+        raise TreeError(f"scan over {steps} steps: the results of its body have no shape. Leave such a scan out.")
+    return steps
 
 
 def use_params(params: Any, pending: str | tuple[str, ...] | None = None) -> Any:

@@ -22,19 +22,34 @@ if TYPE_CHECKING:
 BODIES: weakref.WeakValueDictionary[str, Body] = weakref.WeakValueDictionary()
 
 _LIB = torch.library.Library("functitan", "FRAGMENT")
-_LIB.define("constrain(Tensor x, str spec) -> Tensor")
-_LIB.define("constrain_like(Tensor x, Tensor like) -> Tensor")
-_LIB.define("use_param(Tensor param, int place, str[] pending) -> Tensor")
-_LIB.define("param_gradient(Tensor gradient, Tensor param, int place, str[] pending) -> Tensor")
-_LIB.define("checkpoint_name(Tensor x, str name) -> Tensor")
-_LIB.define("region(Tensor[] inputs, str body) -> Tensor[]")
-_LIB.define("region_backward(Tensor token, Tensor[] cotangents, str body) -> Tensor[]")
-_LIB.define("scan(Tensor[] carry, Tensor[] xs, Tensor[] consts, str body, int length) -> Tensor[]")
-_LIB.define("scan_backward(Tensor token, Tensor[] cotangents, str body, int length) -> Tensor[]")
+
+_NAMES: set[str] = set()
+
+
+def _define(schema: str) -> None:
+    # The tag keeps the tracer from running an op on constants: it has no kernel, and a node is what it is for.
+    _LIB.define(schema, tags=(torch.Tag.nondeterministic_seeded,))
+    _NAMES.add(schema.partition("(")[0])
+
+
+_define("constrain(Tensor x, str spec) -> Tensor")
+_define("constrain_like(Tensor x, Tensor like) -> Tensor")
+_define("use_param(Tensor param, int place, str[] pending) -> Tensor")
+_define("param_gradient(Tensor gradient, Tensor param, int place, str[] pending) -> Tensor")
+_define("checkpoint_name(Tensor x, str name) -> Tensor")
+_define("region(Tensor[] inputs, str body) -> Tensor[]")
+_define("region_backward(Tensor token, Tensor[] cotangents, str body) -> Tensor[]")
+_define("scan(Tensor[] carry, Tensor[] xs, Tensor[] consts, str body, int length) -> Tensor[]")
+_define("scan_backward(Tensor token, Tensor[] cotangents, str body, int length) -> Tensor[]")
 
 ops = torch.ops.functitan
 #: What is the identity on values where nothing compiles.
 IDENTITIES = {ops.constrain.default, ops.use_param.default, ops.checkpoint_name.default}
+
+
+def is_marker(op: Any) -> bool:
+    """Whether an op is one of these."""
+    return getattr(op, "namespace", "") == "functitan" and op._schema.name.split("::")[1] in _NAMES
 
 
 def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:

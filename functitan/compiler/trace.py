@@ -146,7 +146,7 @@ def make_graph(
     nodes.lift_constants(module)
     graph = module.graph
     for node in graph.nodes:
-        if draws(node.target):
+        if draws(node.target) and not markers.is_marker(node.target):
             line = node.meta.get("line")
             raise TraceError(f"{source.at(line)}{global_rng_error(str(node.target))}")
     nodes.drop_dead(graph)

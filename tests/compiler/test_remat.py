@@ -73,6 +73,11 @@ def test_every_policy_gives_the_gradients_of_plain_autograd(policy, kind, axes):
     run(policy, kind, axes)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_on_three_axes(policy):
+    run(policy, "scan", {"data": 2, "fsdp": 2, "tensor": 2})
+
+
 @pytest.mark.parametrize("kind", ["scan", "region"])
 @on_meshes
 def test_nothing_saveable_saves_inputs_only(kind, axes):

@@ -143,6 +143,38 @@ def test_xs_of_integers_and_flags(axes):
 
 
 @on_meshes
+def test_a_carry_that_is_a_constant(axes):
+    """Nothing that enters the scan comes from an argument."""
+
+    def f(w, x):
+        one = ft.constrain(torch.tensor(1.0), ())
+        return ft.scan(lambda c, _: (~c, c), torch.tensor(True), None, length=3), ft.region(torch.neg)(one), x
+
+    agree(f, (W, X), (W_NAMES, X_NAMES), axes)
+
+
+@on_meshes
+def test_carries_that_change_places(axes):
+    """The gradient of one carry reaches the other a step later."""
+
+    def loss(w, x):
+        zero = ft.constrain(torch.zeros(B, S, D, dtype=x.dtype), ("batch", "seq", "embed"))
+        (a, b, _), _ = ft.scan(lambda c, u: ((c[1], c[2], c[2] * u["up"].sum()), None), (zero, zero * 1, x), w)
+        return (a + b * 2).sum()
+
+    check(loss, axes)
+
+
+@on_meshes
+def test_parameters_as_a_carry_and_as_rows_and_whole(axes):
+    def loss(w, x):
+        last, sums = ft.scan(lambda c, u: (torch.sin(c), c.sum() * u["up"].sum() * w["up"].sum()), w["down"], w)
+        return sums.sum() * x.sum() + last.sum()
+
+    check(loss, axes)
+
+
+@on_meshes
 def test_one_step_and_one_body(axes):
     first = tree.map(lambda u: u[:1], W)
 
@@ -327,6 +359,11 @@ def test_a_scanned_dim_that_is_split():
         "the "
         "leading dim whole (a rule such as layers=None)."
     )
+
+
+def test_no_steps():
+    with pytest.raises(TreeError, match="scan over 0 steps: the results of its body have no shape"):
+        refused(lambda w, x: ft.scan(block, x, tree.map(lambda v: v[:0], w))[0].sum())
 
 
 @pytest.mark.parametrize(
