@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import functitan as ft
-from functitan.errors import FunctitanError, ShardingError, TraceError, TreeError
+from functitan.errors import ConfigError, FunctitanError, ShardingError, TraceError, TreeError
+from functitan.recipes import RECIPES, load_recipe, override
 from tests.compiler.placing import RULES, mesh_of, place, randn, text_of
 
 X = randn(4, 4, 8)
@@ -443,4 +444,29 @@ def test_outputs_that_are_no_tensors():
         "torch.tensor(...), or keep the value outside.\n"
         "  2. output c of <lambda> is 's' of type str; the leaves of a compiled function's result are tensors. Return "
         "torch.tensor(...), or keep the value outside."
+    )
+
+
+# --- recipes (use of a donated value stands in test_donation) ------------------------------------------------------
+
+
+def test_recipe_not_found():
+    with pytest.raises(ConfigError) as e:
+        load_recipe("llama3-debg")
+    assert shown(e.value) == (
+        f'there is no recipe "llama3-debg"; there are {", ".join(RECIPES)}. Did you mean "llama3-debug"? A recipe of '
+        "your "
+        "own is written as ./file.py:function."
+    )
+
+
+def test_wrong_override():
+    with pytest.raises(ConfigError) as e:
+        override(load_recipe("llama3-debug"), ["optim.lrr=3", "run.steps=1.5"])
+    assert shown(e.value) == (
+        "2 problems in the settings:\n"
+        '  1. there is no setting "optim.lrr" in recipe llama3-debug; there are optim.lr, optim.warmup, '
+        "optim.decay_ratio, optim.decay, optim.min_factor, optim.b1, optim.b2, optim.eps, optim.weight_decay, "
+        'optim.max_norm. Did you mean "optim.lr"?\n'
+        '  2. run.steps: "1.5" is not a whole number; it takes int.'
     )
