@@ -455,8 +455,7 @@ def test_recipe_not_found():
         load_recipe("llama3-debg")
     assert shown(e.value) == (
         f'there is no recipe "llama3-debg"; there are {", ".join(RECIPES)}. Did you mean "llama3-debug"? A recipe of '
-        "your "
-        "own is written as ./file.py:function."
+        "your own is written as ./file.py:function."
     )
 
 
