@@ -8,6 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+import functitan as ft
+from functitan.ops.attention import attention
+from functitan.ops.embedding import embedding
+from functitan.ops.grouped_mm import grouped_mm
+
 _generator = torch.Generator().manual_seed(0)
 
 
@@ -402,3 +407,20 @@ case("write", "set_row", _set_row, normal(4, 6))
 case("write", "set_through_view", _set_through_view, normal(4, 6))
 case("write", "fill_masked", _fill_masked, normal(4, 6), truth(4, 6))
 case("write", "scatter_in_place", _scatter_in_place, normal(4, 6), whole(8, 4))
+
+# --- ops of our own --------------------------------------------------------------------------------------------
+
+_SEGMENTS = torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])
+case("ours", "attention", lambda q, k, v: attention(q, k, v, causal=True, backend="math"),
+     normal(2, 4, 4, 6), normal(2, 2, 4, 6), normal(2, 2, 4, 2))  # fmt: skip
+case("ours", "attention_lse", lambda q, k, v: attention(q, k, v, return_lse=True, backend="math"),
+     normal(2, 4, 4, 6), normal(2, 2, 4, 6), normal(2, 2, 4, 2))  # fmt: skip
+case("ours", "attention_one_kv_head", lambda q, k, v, i: attention(q, k, v, segment_ids=i, backend="math"),
+     normal(2, 4, 4, 6), normal(2, 1, 4, 6), normal(2, 1, 4, 2), _SEGMENTS)  # fmt: skip
+case("ours", "attention_bias_sink", lambda q, k, v, b, s: attention(q, k, v, bias=b, sink=s, backend="math"),
+     normal(2, 4, 4, 6), normal(2, 2, 4, 6), normal(2, 2, 4, 2), normal(4, 4, 4), normal(4), constant=(3,))  # fmt: skip
+case("ours", "sdpa", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+     normal(2, 4, 4, 6), normal(2, 4, 4, 6), normal(2, 4, 4, 6))  # fmt: skip
+case("ours", "embedding", lambda w, i: embedding(i, w), normal(8, 6), whole(8, 4, 2))
+case("ours", "grouped_mm", lambda x, w: grouped_mm(x, w, torch.tensor([2, 2, 5, 6])), normal(8, 4), normal(4, 4, 6))
+case("ours", "bernoulli", lambda x: x * ft.random.bernoulli(ft.random.key(1), 0.5, x.shape), normal(4, 6))
