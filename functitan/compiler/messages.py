@@ -133,8 +133,6 @@ def written(value: str, layout: Layout) -> str:
     >>> written("x", Layout((("data", 4), (8,))))
     "ft.constrain(x, P('data', None))"
     """
-    if layout.is_spec:
-        return f"ft.constrain({value}, {spec_text(list(layout.spec))})"
     plain = [dim if all(isinstance(d, str) for d in dim[:-1]) else () for dim in layout.dims]
     return f"ft.constrain({value}, {spec_text([tuple(d for d in dim if isinstance(d, str)) for dim in plain])})"
 
