@@ -173,8 +173,16 @@ def _extract(
             continue
         needed.add(node)
         stack.extend(node.all_input_nodes)
+    gathered: dict[Any, fx.Node] = {}
     for node in graph.nodes:
         if node in needed:
             env[node] = made.node_copy(node, env.__getitem__)
+            origin = node.meta.get("origin")
+            if origin is not None and origin.gather:
+                # A parameter that is gathered for recomputation is not gathered again for its gradient.
+                key = (node.target, str(env[node].args), str(env[node].kwargs))
+                if key in gathered:
+                    made.erase_node(env[node])
+                env[node] = gathered.setdefault(key, env[node])
     made.output([env[n] for n in outs])
     return made

@@ -25,9 +25,9 @@ def test_bytes_from_formulas(axes, remat):
     assert memory["optimizer"] == 2 * sizes.params + scalars
     assert memory["gradients"] == sizes.params
     assert memory["inputs"] == sizes.stream
-    # One layer's parameters at a time, each in the two copies that a gather along a minor dim needs.
+    # One layer's parameters at a time: in backward both matrices, and a copy where a minor dim was gathered.
     gathered = 4 * D * F // sizes.tensor if sizes.fsdp > 1 else 0
-    assert gathered <= memory["gathered parameters"] <= 2 * gathered
+    assert gathered <= memory["gathered parameters"] <= 3 * gathered
     if remat is not None:
         # The stream that enters each layer but the first (the input), and the one that leaves the last.
         assert memory["saved activations"] == L * sizes.stream
@@ -69,13 +69,16 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.parametrize("remat", [None, ft.nothing_saveable, ft.dots_saveable], ids=str)
 def test_peak_is_what_a_run_holds(axes, remat):
-    program, step, args = lowered(**axes, remat=remat, donate=None, simulate=True)
+    program, _, args = lowered(**axes, remat=remat, donate=None, simulate=True)
+    ranks = program.mesh.size
     # A whole value is one tensor for all simulated ranks; here each has its own.
-    columns = [[t.clone() for t in column] for column in step._inputs(args)]
+    columns = [
+        [t.clone() for t in (x.shards if isinstance(x, ft.Array) else [x] * ranks)] for x in tree.leaves(args)
+    ]
     runner = Lockstep(program.mesh, program.bodies)
     with Live([t for column in columns for t in column]) as live:
         runner.graph("step", program.graph, columns)
-    assert live.peak / program.mesh.size == pytest.approx(program.memory().peak, rel=0.1)
+    assert live.peak / ranks == pytest.approx(program.memory().peak, rel=0.1)
 
 
 def test_donated_state_is_not_held_twice():
