@@ -8,22 +8,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# The name of the __future__ feature would hide the submodule of that name from ``from functitan import annotations``.
-del annotations
-
 if TYPE_CHECKING:
-    from spmd_types import PartitionSpec as P
+    from spmd_types.types import PartitionSpec as P
 
     from functitan import debug, nn, optim, random, sharding, tree
     from functitan.annotations import Param, checkpoint_name, constrain, region, scan, use_params
-    from functitan.autodiff import grad, value_and_grad, vjp
-    from functitan.batching import vmap
-    from functitan.runtime.check import check
-    from functitan.compiler.program import Program
+    from functitan.autodiff import grad, stop_gradient, value_and_grad, vjp
     from functitan.autodiff_custom import custom_vjp
+    from functitan.batching import vmap
+    from functitan.compiler.program import Program
     from functitan.errors import FunctitanError
-    from functitan.runtime.compiled import Compiled, compile
-    from functitan.train.init import abstract_init, init
     from functitan.remat_policies import (
         dots_saveable,
         everything_saveable,
@@ -31,47 +25,97 @@ if TYPE_CHECKING:
         remat,
         save_only_these_names,
     )
+    from functitan.runtime.check import check, verify
+    from functitan.runtime.compiled import Compiled, compile
+    from functitan.shapes import ShapeDtypeStruct, eval_shape
     from functitan.sharding.array import Array, array_from_process_local, device_put
     from functitan.sharding.logical import Rules
     from functitan.sharding.mesh import Mesh, abstract_mesh, make_mesh
     from functitan.sharding.visualize import visualize
-    from functitan.shapes import ShapeDtypeStruct, eval_shape
-    from functitan.autodiff import stop_gradient
+    from functitan.train.init import abstract_init, init
 
+#: Module -> the names that are taken from it.
 _HOME = {
-    "P": ("spmd_types", "PartitionSpec"),
-    **dict.fromkeys(("debug", "nn", "optim", "random", "sharding", "tree"), ("", "")),
-    **dict.fromkeys(
-        ("Param", "checkpoint_name", "constrain", "region", "scan", "use_params"), ("functitan.annotations", "")
+    "functitan.annotations": ("Param", "checkpoint_name", "constrain", "region", "scan", "use_params"),
+    "functitan.autodiff": ("grad", "stop_gradient", "value_and_grad", "vjp"),
+    "functitan.autodiff_custom": ("custom_vjp",),
+    "functitan.batching": ("vmap",),
+    "functitan.compiler.program": ("Program",),
+    "functitan.errors": ("FunctitanError",),
+    "functitan.remat_policies": (
+        "dots_saveable",
+        "everything_saveable",
+        "nothing_saveable",
+        "remat",
+        "save_only_these_names",
     ),
-    **dict.fromkeys(("grad", "value_and_grad", "vjp", "stop_gradient"), ("functitan.autodiff", "")),
-    "vmap": ("functitan.batching", ""),
-    "check": ("functitan.runtime.check", ""),
-    "Program": ("functitan.compiler.program", ""),
-    "custom_vjp": ("functitan.autodiff_custom", ""),
-    "FunctitanError": ("functitan.errors", ""),
-    **dict.fromkeys(("Compiled", "compile"), ("functitan.runtime.compiled", "")),
-    **dict.fromkeys(("init", "abstract_init"), ("functitan.train.init", "")),
-    **dict.fromkeys(
-        ("dots_saveable", "everything_saveable", "nothing_saveable", "remat", "save_only_these_names"),
-        ("functitan.remat_policies", ""),
-    ),
-    **dict.fromkeys(("Array", "array_from_process_local", "device_put"), ("functitan.sharding.array", "")),
-    "Rules": ("functitan.sharding.logical", ""),
-    **dict.fromkeys(("Mesh", "abstract_mesh", "make_mesh"), ("functitan.sharding.mesh", "")),
-    "visualize": ("functitan.sharding.visualize", ""),
-    **dict.fromkeys(("ShapeDtypeStruct", "eval_shape"), ("functitan.shapes", "")),
+    "functitan.runtime.check": ("check", "verify"),
+    "functitan.runtime.compiled": ("Compiled", "compile"),
+    "functitan.shapes": ("ShapeDtypeStruct", "eval_shape"),
+    "functitan.sharding.array": ("Array", "array_from_process_local", "device_put"),
+    "functitan.sharding.logical": ("Rules",),
+    "functitan.sharding.mesh": ("Mesh", "abstract_mesh", "make_mesh"),
+    "functitan.sharding.visualize": ("visualize",),
+    "functitan.train.init": ("abstract_init", "init"),
 }
-__all__ = sorted(_HOME)
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+_MODULES = ("debug", "nn", "optim", "random", "sharding", "tree")
+
+__all__ = [
+    "Array",
+    "Compiled",
+    "FunctitanError",
+    "Mesh",
+    "P",
+    "Param",
+    "Program",
+    "Rules",
+    "ShapeDtypeStruct",
+    "abstract_init",
+    "abstract_mesh",
+    "array_from_process_local",
+    "check",
+    "checkpoint_name",
+    "compile",
+    "constrain",
+    "custom_vjp",
+    "debug",
+    "device_put",
+    "dots_saveable",
+    "eval_shape",
+    "everything_saveable",
+    "grad",
+    "init",
+    "make_mesh",
+    "nn",
+    "nothing_saveable",
+    "optim",
+    "random",
+    "region",
+    "remat",
+    "save_only_these_names",
+    "scan",
+    "sharding",
+    "stop_gradient",
+    "tree",
+    "use_params",
+    "value_and_grad",
+    "verify",
+    "visualize",
+    "vjp",
+    "vmap",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _MODULES:
+        value = importlib.import_module(f"functitan.{name}")
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name == "P":
+        value = importlib.import_module("spmd_types.types").PartitionSpec
+    else:
         raise AttributeError(f"module 'functitan' has no attribute {name!r}")
-    module, attribute = _HOME[name]
-    value = importlib.import_module(f"functitan.{name}") if not module else getattr(
-        importlib.import_module(module), attribute or name
-    )
     globals()[name] = value
     return value
 

@@ -57,7 +57,7 @@ def backward_sequence_number() -> int | None:
 
 def next_sequence_number() -> int:
     """The number that the next autograd node of this thread will take."""
-    return torch.autograd._get_sequence_nr()
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 # Attention kernels: torch offers them publicly only through F.scaled_dot_product_attention, which returns no
@@ -77,7 +77,7 @@ def dispatch_modes_active() -> bool:
 
 def inside_functorch() -> bool:
     """Whether a transform of torch.func (vmap, grad) is at work: there, torch.autograd.grad is refused."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ class DTensorPropagation:
         if not dist.is_initialized():
             dist.init_process_group("fake", rank=0, world_size=self._world, store=FakeStore())
             self._own_group = True
-        self._meshes: dict[int, object] = {}
+        self._meshes: dict[int, Any] = {}
         return self
 
     def __exit__(self, *details: object) -> None:
@@ -149,13 +149,11 @@ class DTensorPropagation:
                 placed = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
             else:
                 placed = Partial() if kind == "partial" else Replicate()
-            return DTensor.from_local(
-                torch.empty(local, dtype=dtype, device="meta"), mesh, [placed], run_check=False
-            )
+            return DTensor.from_local(torch.empty(local, dtype=dtype, device="meta"), mesh, [placed], run_check=False)
 
-        def back(placed) -> tuple[str, int, int]:  # type: ignore[no-untyped-def]
+        def back(placed: Any) -> tuple[str, int, int]:
             if isinstance(placed, _StridedShard):
-                return ("shard", placed.dim, placed.split_factor)
+                return ("shard", placed.dim, int(placed.split_factor))
             if placed.is_shard():
                 return ("shard", placed.dim, 1)
             if placed.is_partial():

@@ -44,9 +44,7 @@ class Rule:
         self._wanted = [i for i in range(len(args)) if i not in nondiff]
         self._n_args = len(args)
         # Of each argument, path, shape and kind of every leaf: the arguments themselves are not kept alive.
-        self._inputs = [
-            [(path, _shape(v), _is_float(v)) for path, v in tree.flatten_with_paths(a)[0]] for a in args
-        ]
+        self._inputs = [[(path, _shape(v), _is_float(v)) for path, v in tree.flatten_with_paths(a)[0]] for a in args]
         self._arg_trees = [tree.structure(a) for a in args]
 
     def forward(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:

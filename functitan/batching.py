@@ -64,9 +64,7 @@ def vmap(f: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable
         places = _broadcast(out_axes, out, "out_axes", name)
         placed = [o.movedim(0, p) for o, p in zip(outs, places, strict=True) if p is not None]
         if len(placed) < len(outs):
-            raise TreeError(
-                f"vmap of {name}: out_axes {out_axes!r} holds None; give the dim of the examples."
-            )
+            raise TreeError(f"vmap of {name}: out_axes {out_axes!r} holds None; give the dim of the examples.")
         return tree.unflatten(found["tree"], placed)
 
     return call

@@ -6,9 +6,7 @@ import shutil
 from collections.abc import Sequence
 
 
-def columns(
-    rows: Sequence[Sequence[object]], *, right: Sequence[int] = (), width: int = 100, gap: str = "  "
-) -> str:
+def columns(rows: Sequence[Sequence[object]], *, right: Sequence[int] = (), width: int = 100, gap: str = "  ") -> str:
     """Rows of cells as aligned text.
 
     Args:
@@ -27,10 +25,7 @@ def columns(
     widths = [max((len(row[i]) for row in cells if i < len(row)), default=0) for i in range(count)]
     lines = []
     for row in cells:
-        parts = [
-            c.rjust(w) if i in right else c.ljust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=False))
-        ]
+        parts = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))]
         lines.append(shortened(gap.join(parts).rstrip(), width))
     return "\n".join(lines)
 

@@ -37,8 +37,7 @@ def print(fmt: str, *args: Any, **kwargs: Any) -> None:
     """
     if not isinstance(fmt, str):
         raise ArgumentError(
-            f"debug.print takes a format string first; found {type(fmt).__name__}. Write "
-            'debug.print("x = {}", x).'
+            f'debug.print takes a format string first; found {type(fmt).__name__}. Write debug.print("x = {{}}", x).'
         )
     text, values = _split_fields(fmt, args, kwargs)
     torch.ops.functitan.debug_print.default(values, text)
@@ -103,9 +102,7 @@ def _split_fields(fmt: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
                 pieces.append(f"{{{len(values)}{ending}}}")
                 values.append(value.detach())
             else:
-                pieces.append(
-                    _escape(formatter.format_field(formatter.convert_field(value, conversion), spec or ""))
-                )
+                pieces.append(_escape(formatter.format_field(formatter.convert_field(value, conversion), spec or "")))
     except (IndexError, KeyError, AttributeError) as e:
         given = [*(f"{{{i}}}" for i in range(len(args))), *(f"{{{k}}}" for k in kwargs)]
         raise ArgumentError(

@@ -257,9 +257,7 @@ def gumbel(key: torch.Tensor, shape: Shape = (), dtype: torch.dtype = torch.floa
     return _sample(key, shape, "gumbel", transform).to(dtype)
 
 
-def categorical(
-    key: torch.Tensor, logits: torch.Tensor, axis: int = -1, shape: Shape | None = None
-) -> torch.Tensor:
+def categorical(key: torch.Tensor, logits: torch.Tensor, axis: int = -1, shape: Shape | None = None) -> torch.Tensor:
     """Indices drawn with probabilities ``softmax(logits, axis)``, as the argmax of logits plus Gumbel noise.
 
     Args:

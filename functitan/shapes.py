@@ -67,6 +67,4 @@ def eval_shape(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
                 "a shape that depends on data), and there are only shapes. Write torch.where for a choice, "
                 "and pass sizes as Python integers."
             ) from None
-    return tree.map(
-        lambda v: ShapeDtypeStruct(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v, out
-    )
+    return tree.map(lambda v: ShapeDtypeStruct(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v, out)

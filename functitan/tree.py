@@ -145,6 +145,4 @@ def check_same_structure(a: PyTree, b: PyTree, names: tuple[str, str] = ("first"
             match = difflib.get_close_matches(only[0], [p for p in other if p not in set(mine)], n=1)
             near = near or (f" Is {only[0]} meant to be {match[0]}?" if match else "")
     detail = "; ".join(problems) or f"same paths, other containers: {structure(a)} and {structure(b)}"
-    raise_batch(
-        TreeError, [f"{names[0]} and {names[1]} must have the same structure; {detail}.{near}"], "the trees"
-    )
+    raise_batch(TreeError, [f"{names[0]} and {names[1]} must have the same structure; {detail}.{near}"], "the trees")

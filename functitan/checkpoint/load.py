@@ -34,13 +34,10 @@ def load_params(path: str | Path, like: Any) -> Any:
     problems = []
     for name, leaf in rows:
         if name not in tensors:
-            problems.append(
-                f"{name} is missing; the file has {len(tensors)} tensors.{suggest(name, tensors)}"
-            )
+            problems.append(f"{name} is missing; the file has {len(tensors)} tensors.{suggest(name, tensors)}")
         elif tuple(tensors[name].shape) != _real_shape(leaf):
             problems.append(
-                f"{name} has shape {tuple(tensors[name].shape)} in the file, and {_real_shape(leaf)} was "
-                "asked for."
+                f"{name} has shape {tuple(tensors[name].shape)} in the file, and {_real_shape(leaf)} was asked for."
             )
     wanted = {name for name, _ in rows}
     problems += [f"{name} is in the file, and was not asked for." for name in tensors if name not in wanted]
@@ -55,9 +52,7 @@ def _real_shape(leaf: Any) -> tuple[int, ...]:
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise ConfigError(
-            f"there is no file {path}; a run writes params.safetensors into its folder when it ends."
-        )
+        raise ConfigError(f"there is no file {path}; a run writes params.safetensors into its folder when it ends.")
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:

@@ -17,9 +17,7 @@ _COPIES = 12
 
 
 def check(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe's name, or path/to/file.py:function for one of your own.")
-    ],
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or path/to/file.py:function for one of your own.")],
     mesh: Annotated[
         str | None,
         typer.Option("--mesh", help="Mesh axes and sizes, such as fsdp=2,tensor=2; by default the recipe's."),

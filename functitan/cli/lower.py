@@ -13,14 +13,10 @@ if TYPE_CHECKING:
 
 
 def lower(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe's name, or path/to/file.py:function for one of your own.")
-    ],
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or path/to/file.py:function for one of your own.")],
     mesh: Annotated[
         str | None,
-        typer.Option(
-            "--mesh", help="Mesh axes and sizes, such as data=2,fsdp=4,tensor=2; by default the recipe's."
-        ),
+        typer.Option("--mesh", help="Mesh axes and sizes, such as data=2,fsdp=4,tensor=2; by default the recipe's."),
     ] = None,
     hardware: Annotated[
         str | None,

@@ -10,9 +10,7 @@ import typer
 
 
 def train(
-    recipe: Annotated[
-        str, typer.Argument(help="A recipe's name, or path/to/file.py:function for one of your own.")
-    ],
+    recipe: Annotated[str, typer.Argument(help="A recipe's name, or path/to/file.py:function for one of your own.")],
     mesh: Annotated[
         str | None,
         typer.Option("--mesh", help='Mesh axes and sizes, such as fsdp=2,tensor=2; "" for one device.'),
@@ -48,7 +46,11 @@ def train(
         return
     from functitan.train import train as run
 
-    run(chosen_recipe(recipe, mesh=mesh, simulate=simulate, steps=steps, device=device, backend=backend, set_=set_).task())
+    run(
+        chosen_recipe(
+            recipe, mesh=mesh, simulate=simulate, steps=steps, device=device, backend=backend, set_=set_
+        ).task()
+    )
 
 
 def _launched(nproc: int) -> bool:

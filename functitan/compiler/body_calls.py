@@ -20,9 +20,7 @@ def scan_body(name: str, length: int, inputs: list[Any]) -> list[Any]:
     raise RuntimeError(f"the scan of {name} has no backend")
 
 
-def scan_body_backward(
-    name: str, length: int, kept: list[Any], saved: list[Any], cotangents: list[Any]
-) -> list[Any]:
+def scan_body_backward(name: str, length: int, kept: list[Any], saved: list[Any], cotangents: list[Any]) -> list[Any]:
     """A node's target: run a lowered body backward, last step first."""
     raise RuntimeError(f"the scan of {name} has no backend")
 

@@ -49,9 +49,7 @@ def shrunk(applied: Applied, sizes: dict[str, int]) -> Applied:
     outputs = tuple(small(lay, lab) for lay, lab in zip(applied.outputs, eq.outputs, strict=True))
     types = tuple(TensorType(lay.shape(sizes), t.dtype) for lay, t in zip(operands, call.operands, strict=True))
     results = tuple(TensorType(lay.shape(sizes), t.dtype) for lay, t in zip(outputs, call.outputs, strict=True))
-    return replace(
-        applied, call=replace(call, operands=types, outputs=results), operands=operands, outputs=outputs
-    )
+    return replace(applied, call=replace(call, operands=types, outputs=results), operands=operands, outputs=outputs)
 
 
 def _small(dim: Dim) -> Dim:
@@ -164,7 +162,9 @@ def _filled(tree: Any, values: Sequence[torch.Tensor]) -> Any:
     if isinstance(tree, dict):
         return {k: _filled(v, values) for k, v in tree.items()}
     if isinstance(tree, tuple | list):
-        return [_filled(v, values) for v in tree] if isinstance(tree, list) or type(tree) is not tuple else tuple(
-            _filled(v, values) for v in tree
+        return (
+            [_filled(v, values) for v in tree]
+            if isinstance(tree, list) or type(tree) is not tuple
+            else tuple(_filled(v, values) for v in tree)
         )
     return tree

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from spmd_types import PartitionSpec
+from spmd_types.types import PartitionSpec
 from torch import fx
 
 from functitan import _torch, tree
@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 
 def constrain(p: Propagator, node: fx.Node) -> Value:
-    v = p.env[node.args[0]]
-    asked = json.loads(str(node.args[1]))
+    v = p.env[nodes.args(node)[0]]
+    asked = json.loads(str(nodes.args(node)[1]))
     line = node.meta.get("line")
     where = f"constrain of {messages.shown(v, None)}" + (f" at {line}" if line else "")
     if "axes" in asked:
@@ -49,14 +49,14 @@ def constrain(p: Propagator, node: fx.Node) -> Value:
 
 
 def constrain_like(p: Propagator, node: fx.Node) -> Value:
-    v, like = (p.env[a] for a in node.args)
+    v, like = (p.env[a] for a in nodes.args(node))
     layout = (like.layout or like.preferred or replicated(v.type.shape)).dual()
     local = p.read(v, layout, "gradient of constrain")
     return p.value(v.type, layout, local)
 
 
 def use_param(p: Propagator, node: fx.Node) -> Value:
-    v = p.env[node.args[0]]
+    v = p.env[nodes.args(node)[0]]
     if v.layout is None or not v.layout.storage:
         return v
     layout = replace(v.layout, active=True)
@@ -67,8 +67,8 @@ def use_param(p: Propagator, node: fx.Node) -> Value:
 
 def param_gradient(p: Propagator, node: fx.Node) -> Value:
     """Lay a gradient out as its parameter, reduced in ``reduce_dtype`` at least, except over axes kept pending."""
-    v, param = (p.env[a] for a in node.args[:2])
-    asked = tuple(node.args[3])
+    v, param = (p.env[a] for a in nodes.args(node)[:2])
+    asked = tuple(nodes.args(node)[3])
     for axis in asked:
         p.ctx.mesh.require(axis, f"pending={asked!r} of a derivative")
     target = param.layout or replicated(v.type.shape)
@@ -93,10 +93,10 @@ def reduced_gradient(p: Propagator, v: Value, layout: Layout, param: str) -> fx.
 
 
 def checkpoint_name(p: Propagator, node: fx.Node) -> Value:
-    v = p.env[node.args[0]]
+    v = p.env[nodes.args(node)[0]]
     layout, local = (v.layout, p.read(v, v.layout)) if v.layout is not None else p.settled(v)
     named = p.emitter.call(aten.alias.default, local)
-    named.meta["checkpoint_name"] = node.args[1]
+    named.meta["checkpoint_name"] = nodes.args(node)[1]
     return p.value(v.type, layout, named)
 
 
@@ -111,8 +111,8 @@ def _entry(p: Propagator, v: Value, why: str) -> tuple[Layout, fx.Node]:
 
 
 def region(p: Propagator, node: fx.Node) -> list[Any]:
-    body = p.ctx.bodies[str(node.args[1])]
-    values = [p.env[a] for a in node.args[0]]
+    body = p.ctx.bodies[str(nodes.args(node)[1])]
+    values = [p.env[a] for a in nodes.args(node)[0]]
     entered = [_entry(p, v, f"enters {body.name}") for v in values]
     layouts = [layout for layout, _ in entered]
     lowered = lower_body(p, body, layouts, [v.param for v in values])
@@ -120,9 +120,9 @@ def region(p: Propagator, node: fx.Node) -> list[Any]:
 
 
 def scan(p: Propagator, node: fx.Node) -> list[Any]:
-    body = p.ctx.bodies[str(node.args[3])]
-    length = int(node.args[4])
-    values = [p.env[a] for group in node.args[:3] for a in group]
+    body = p.ctx.bodies[str(nodes.args(node)[3])]
+    length = int(nodes.args(node)[4])
+    values = [p.env[a] for group in nodes.args(node)[:3] for a in group]
     first, last = body.n_carry, body.n_carry + body.n_xs
     line = node.meta.get("line")
     layouts: list[Layout] = []
@@ -209,14 +209,14 @@ def region_backward(p: Propagator, node: fx.Node) -> list[Value]:
 
 
 def scan_backward(p: Propagator, node: fx.Node) -> list[Value]:
-    return _backward(p, node, int(node.args[3]))
+    return _backward(p, node, int(nodes.args(node)[3]))
 
 
 def _backward(p: Propagator, node: fx.Node, length: int | None) -> list[Value]:
-    token = p.env[node.args[0]]
+    token = p.env[nodes.args(node)[0]]
     lowered: LoweredBody = token.lowered
     cotangents = []
-    for i, (v, layout) in enumerate(zip([p.env[a] for a in node.args[1]], lowered.tangent_layouts, strict=True)):
+    for i, (v, layout) in enumerate(zip([p.env[a] for a in nodes.args(node)[1]], lowered.tangent_layouts, strict=True)):
         if length is not None and lowered.tangent_of[i] >= lowered.n_carry:
             layout = replace(layout, dims=((length,) if length != 1 else (), *layout.dims))
         cotangents.append(p.read(v, layout, f"cotangent of {lowered.label}"))
@@ -256,13 +256,13 @@ def lower_body(p: Propagator, body: Any, layouts: list[Layout], params: list[str
 def traced_decomposition(p: Propagator, node: fx.Node, decompose: Decompose) -> tuple[fx.Graph, bool]:
     """Trace a decomposition on global fakes of a node's operands; its nodes take the node's line."""
     found: list[fx.Node] = []
-    torch.fx.node.map_arg((node.args, node.kwargs), found.append)
+    nodes.mapped(node, found.append)
     fakes = [torch.empty(v.type.shape, dtype=v.type.dtype, device="meta") for v in (p.env[n] for n in found)]
     single = isinstance(nodes.value(node), torch.Tensor)
 
     def run(*flat: torch.Tensor) -> list[Any]:
         given = dict(zip(found, flat, strict=True))
-        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: given[n])
+        args, kwargs = nodes.mapped(node, lambda n: given[n])
         out = decompose.function(*args, **kwargs)
         return [out] if single else list(out)
 

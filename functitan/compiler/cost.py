@@ -92,9 +92,7 @@ class Cost:
 
     def to_json(self) -> dict[str, Any]:
         """In a form that JSON can hold, with what is derived."""
-        derived = {
-            k: getattr(self, k) for k in ("communication", "serial", "overlapped", "fits", "utilization")
-        }
+        derived = {k: getattr(self, k) for k in ("communication", "serial", "overlapped", "fits", "utilization")}
         return dataclasses.asdict(self) | derived
 
     def __str__(self) -> str:

@@ -72,8 +72,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table = _torch.get_decompositions(_FROM_TORCH)
     table[aten.mean.default] = lambda x, *, dtype=None: _mean(x, None, False, dtype)
     table[aten.mean.dim] = lambda x, dim=None, keepdim=False, *, dtype=None: _mean(x, dim, keepdim, dtype)
-    table[aten.var.correction] = lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(x, dim, correction, keepdim)[0]
-    table[aten.var_mean.correction] = lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(x, dim, correction, keepdim)
+    table[aten.var.correction] = lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+        x, dim, correction, keepdim
+    )[0]
+    table[aten.var_mean.correction] = lambda x, dim=None, *, correction=None, keepdim=False: _var_mean(
+        x, dim, correction, keepdim
+    )
     table[aten.std.correction] = lambda x, dim=None, *, correction=None, keepdim=False: torch.sqrt(
         _var_mean(x, dim, correction, keepdim)[0]
     )

@@ -81,12 +81,7 @@ def moved_bytes(graph: fx.Graph) -> dict[fx.Node, int]:
     """
     moved: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        if (
-            node.op != "call_function"
-            or node.target is operator.getitem
-            or _is_view(node)
-            or "body" in node.meta
-        ):
+        if node.op != "call_function" or node.target is operator.getitem or _is_view(node) or "body" in node.meta:
             continue
         if "collective" in node.meta or not isinstance(node.target, torch._ops.OpOverload):
             continue

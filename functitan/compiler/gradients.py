@@ -58,18 +58,18 @@ def expose(traced: Traced, *, given: bool) -> Exposed:
             shown.append(env[node])
             if given:
                 env[node] = extra[node]
-    graph.output([*(env[n] for n in output.args[0]), *shown])
+    graph.output([*(env[n] for n in nodes.args(output)[0]), *shown])
     late = depends_on(traced.graph, old) if old else set()
     made = replace(traced, graph=graph, inputs=[*traced.inputs, *(f"gradient {i}" for i in range(len(extra)))])
     plain = tree.unflatten(traced.out_tree, list(range(traced.out_tree.num_leaves)))
     made.out_tree = tree.structure((plain, list(range(len(shown)))))
-    roots = [_root(n.args[1]) for n in old]
+    roots = [_root(nodes.args(n)[1]) for n in old]
     params = [places.index(r) if r in places else None for r in roots]
-    return Exposed(made, params, [int(n.args[2]) for n in old], [n in late for n in output.args[0]])
+    return Exposed(made, params, [int(nodes.args(n)[2]) for n in old], [n in late for n in nodes.args(output)[0]])
 
 
 def _root(node: fx.Node) -> fx.Node:
     """The value that a node is an alias of."""
     while node.op == "call_function" and str(node.target) in ("aten.detach.default", "aten.alias.default"):
-        node = node.args[0]  # type: ignore[assignment]
+        node = nodes.args(node)[0]  # type: ignore[assignment]
     return node

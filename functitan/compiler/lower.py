@@ -22,8 +22,6 @@ from functitan.sharding.logical import Rules
 from functitan.sharding.mesh import Mesh
 from functitan.sharding.op_rules.base import TensorType
 
-#: Rounds after which the places where pending sums are resolved no longer change; each round adds at least one.
-_ROUNDS = 50
 #: Problems that a message lists.
 _SHOWN = 8
 
@@ -177,7 +175,7 @@ def _carry_exit(natural: Layout, entry: Layout, sizes: dict[str, int]) -> Layout
 def _propagate(ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str) -> tuple[Propagator, Any]:
     """Walk a graph until the places where pending sums are resolved stand still."""
     settle_at: dict[fx.Node, Layout] = {}
-    for _ in range(_ROUNDS):
+    while True:  # every round settles at least one more node
         p = Propagator(ctx, settle_at)
         enter(p)
         p.run(graph)
@@ -204,7 +202,7 @@ def _type(node: fx.Node) -> TensorType:
 
 def _outputs(graph: fx.Graph) -> list[fx.Node]:
     output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    return list(output.args[0])  # type: ignore[arg-type]
+    return list(nodes.args(output)[0])  # type: ignore[arg-type]
 
 
 def _prune(graph: fx.Graph) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from spmd_types import PartitionSpec
+from spmd_types.types import PartitionSpec
 
 from functitan.errors import ShardingError, TraceError
 

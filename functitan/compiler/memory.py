@@ -107,9 +107,7 @@ class _Block:
 _Value = tuple[_Block, ...]
 
 
-def measure(
-    program: Program, groups: Mapping[str, str] | None = None, donated: Iterable[int] | None = None
-) -> Memory:
+def measure(program: Program, groups: Mapping[str, str] | None = None, donated: Iterable[int] | None = None) -> Memory:
     """The memory of a program; see :meth:`functitan.compiler.program.Program.memory`."""
     groups = default_groups(program.inputs) if groups is None else groups
     walk = _Walk(program, groups)

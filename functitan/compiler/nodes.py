@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from functitan import _torch
 from functitan.compiler.source import at
@@ -17,6 +19,16 @@ _EFFECTS = ("functitan::debug_print", "functitan::debug_print_where")
 def value(node: fx.Node) -> Any:
     """The fake value of a node: a tensor, or a tuple or list of tensors."""
     return node.meta.get("val")
+
+
+def args(node: fx.Node) -> Any:
+    """The arguments of a node; their type in torch is a union that no code here wants to take apart."""
+    return node.args
+
+
+def mapped(node: fx.Node, f: Callable[[fx.Node], Any]) -> Any:
+    """The positional and keyword arguments of a node with every node in them replaced, by anything."""
+    return map_arg((node.args, node.kwargs), f)  # type: ignore[arg-type]
 
 
 def is_call(node: fx.Node, *packets: Any) -> bool:

@@ -184,9 +184,7 @@ class Program:
             ConfigError: no such chip, or none named.
         """
         if hardware is None and self.mesh.hardware is None:
-            raise ConfigError(
-                'cost needs a chip: write program.cost("h100"), or name it in abstract_mesh(...).'
-            )
+            raise ConfigError('cost needs a chip: write program.cost("h100"), or name it in abstract_mesh(...).')
         return estimate(self, hardware or self.mesh.hardware or "", self.memory(groups).peak)
 
     def to_json(self, hardware: str | Chip | None = None) -> str:

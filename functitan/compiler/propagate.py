@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from functitan.compiler import calls, messages, nodes
 from functitan.compiler.applying import Applier
@@ -70,7 +69,7 @@ class Propagator(Applier):
     def call(self, node: fx.Node) -> Any:
         """Lower one call."""
         if node.target is operator.getitem:
-            return self.env[node.args[0]][node.args[1]]
+            return self.env[nodes.args(node)[0]][nodes.args(node)[1]]
         handler = calls.HANDLERS.get(node.target)
         if handler is not None:
             return handler(self, node)
@@ -85,8 +84,7 @@ class Propagator(Applier):
             operands.append(self.env[n])
             return Operand(len(operands) - 1)
 
-        args = map_arg(node.args, count)
-        kwargs = map_arg(node.kwargs, count)
+        args, kwargs = nodes.mapped(node, count)
         val = nodes.value(node)
         outs = val if isinstance(val, list | tuple) else [val]
         types = tuple(TensorType(tuple(t.shape), t.dtype) for t in outs if isinstance(t, torch.Tensor))
@@ -114,6 +112,6 @@ class Propagator(Applier):
         self.env.update(zip(places, operands, strict=True))
         self.run(graph)
         output = next(n for n in graph.nodes if n.op == "output")
-        results = [None if o is None else self.env[o] for o in output.args[0]]
+        results = [None if o is None else self.env[o] for o in nodes.args(output)[0]]
         self.env = env
         return results[0] if single else results

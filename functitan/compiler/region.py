@@ -53,7 +53,7 @@ class Body:
     n_carry: int = 0
     n_xs: int = 0
     graph: fx.Graph = field(default_factory=fx.Graph)
-    out_tree: tree.TreeDef | None = None
+    out_tree: Any = None
     output_types: list[Type] = field(default_factory=list)
     differentiable: list[bool] = field(default_factory=list)
     gradient_of: list[int] = field(default_factory=list)

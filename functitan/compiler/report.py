@@ -111,9 +111,7 @@ def comparison(names: tuple[str, str], reports: tuple[Mapping[str, Any], Mapping
     totals = [{(t["kind"], tuple(t["axes"])): (t["count"], t["bytes"]) for t in r["totals"]} for r in reports]
     for key in sorted(totals[0].keys() | totals[1].keys()):
         (n, was), (m, will) = (t.get(key, (0, 0)) for t in totals)
-        sent.append(
-            (f"{key[0]} {'+'.join(key[1])}", n, m, human_bytes(was), human_bytes(will), change(was, will))
-        )
+        sent.append((f"{key[0]} {'+'.join(key[1])}", n, m, human_bytes(was), human_bytes(will), change(was, will)))
     return columns(rows, right=(1, 2, 3)) + "\n\n" + columns(sent, right=(1, 2, 3, 4, 5))
 
 

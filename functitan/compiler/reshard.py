@@ -102,9 +102,7 @@ def _steps(src: Layout, dst: Layout, axis: str, sizes: dict[str, int]) -> Iterat
             yield ("slice", axis, *will)
 
 
-def _follow(
-    layout: Layout, order: tuple[Step, ...], sizes: dict[str, int], itemsize: int
-) -> tuple[Move, ...] | None:
+def _follow(layout: Layout, order: tuple[Step, ...], sizes: dict[str, int], itemsize: int) -> tuple[Move, ...] | None:
     """The moves in this order, neighbours joined, or None where one does not fit."""
     moves: list[Move] = []
     for kind, axis, dim, stride in order:

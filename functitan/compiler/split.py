@@ -143,9 +143,7 @@ def split(
     order = {n: i for i, n in enumerate(graph.nodes)}
     saved.sort(key=order.__getitem__)
     kept_inputs = [i for i, n in enumerate(inputs) if n in kept]
-    forward = _extract(
-        graph, [*coordinates, *inputs], [*outs, *saved], [n for n in effects if n not in late]
-    )
+    forward = _extract(graph, [*coordinates, *inputs], [*outs, *saved], [n for n in effects if n not in late])
     backward = _extract(
         graph,
         [*coordinates, *(inputs[i] for i in kept_inputs), *saved, *tangents],

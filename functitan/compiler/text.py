@@ -81,11 +81,7 @@ def _value_names(graph: fx.Graph) -> dict[fx.Node, str]:
         base = node.name
         if node.op != "placeholder":
             move = node.meta.get("collective")
-            base = (
-                move.kind
-                if move is not None
-                else target_name(node.target).split(".")[0].removesuffix("_tensor")
-            )
+            base = move.kind if move is not None else target_name(node.target).split(".")[0].removesuffix("_tensor")
         seen[base] = seen.get(base, 0) + 1
         names[node] = base if seen[base] == 1 else f"{base}_{seen[base]}"
     return names
@@ -127,9 +123,7 @@ def target_name(target: Any) -> str:
     >>> target_name(torch.ops.aten.add.Scalar)
     'add.Scalar'
     """
-    name = (
-        str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
-    )
+    name = str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
     for prefix in ("aten.", "_c10d_functional."):
         name = name.removeprefix(prefix)
     return name.removesuffix(".default").removesuffix(".Tensor")

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from functitan import _torch, annotations, tree
+from functitan import _torch, tree
+from functitan.annotations import Annotator, activate
 from functitan.compiler import markers, nodes, source
 from functitan.compiler.decompose import decompositions
 from functitan.compiler.explain import explained
@@ -131,13 +132,11 @@ def abstract(rows: Sequence[tuple[str, Any]], name: str, mode: _torch.FakeTensor
         ]
 
 
-def make_graph(
-    f: Callable[..., Sequence[Any]], inputs: Sequence[torch.Tensor], annotator: annotations.Annotator
-) -> fx.Graph:
+def make_graph(f: Callable[..., Sequence[Any]], inputs: Sequence[torch.Tensor], annotator: Annotator) -> fx.Graph:
     """Trace a function of flat fake tensors; the one place where a graph is made."""
 
     def recorded(*flat: torch.Tensor) -> list[Any]:
-        with annotations.activate(annotator), OwnOps(), Recorder():
+        with activate(annotator), OwnOps(), Recorder():
             return list(f(*flat))
 
     module = _torch.make_fx(recorded, decomposition_table=decompositions(), _allow_non_fake_inputs=True)(*inputs)

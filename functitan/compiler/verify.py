@@ -50,7 +50,9 @@ class Verification:
 
     def __str__(self) -> str:
         text = f"verified: {self.agreed} layouts agreed with DTensor, {self.by_value} equal by value"
-        text += f", {len(self.unchecked)} unchecked" + (f" ({', '.join(sorted(set(self.unchecked)))})" if self.unchecked else "")
+        text += f", {len(self.unchecked)} unchecked" + (
+            f" ({', '.join(sorted(set(self.unchecked)))})" if self.unchecked else ""
+        )
         return "\n".join([text, *self.problems])
 
 
@@ -137,9 +139,7 @@ class _Opinion:
             # A rule joins maxima at once; DTensor leaves them pending.
             answer = [("replicate", 0, 0) if a[0] == applied.reduce else a for a in answer]
             if answer != mine:
-                return (
-                    f'{call.op} over axis "{axis}" with operands {places}: the rule gives {mine}, DTensor gives {answer}.'
-                )
+                return f'{call.op} over axis "{axis}" with operands {places}: the rule gives {mine}, DTensor gives {answer}.'
             agreed = True
         return agreed or None
 

@@ -116,6 +116,4 @@ def load_corpus(root: Path | None = None, one_in: int = 20) -> Corpus:
                 f"{len(names[held_out])} are for {purpose} (one in {one_in} is held out). "
                 "Point it at a folder with more files."
             )
-    return Corpus(
-        torch.cat(streams[False]), torch.cat(streams[True]), tuple(names[False]), tuple(names[True])
-    )
+    return Corpus(torch.cat(streams[False]), torch.cat(streams[True]), tuple(names[False]), tuple(names[True]))

@@ -94,6 +94,4 @@ def decode_attention(
     written_M = (torch.arange(slots, device=length.device) < length).to(torch.int64)
     # Unwritten entries are another document: the mask is data, so that every step has the same shapes.
     query_B1 = torch.ones((batch, 1), dtype=torch.int64, device=length.device)
-    return attention(
-        q_BH1K, k_BGMK, v_BGMK, causal=False, segment_ids=(query_B1, written_M.expand(batch, slots))
-    )
+    return attention(q_BH1K, k_BGMK, v_BGMK, causal=False, segment_ids=(query_B1, written_M.expand(batch, slots)))

@@ -9,9 +9,7 @@ import torch
 import torch.nn.functional as F
 
 
-def embedding(
-    tokens_BS: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def embedding(tokens_BS: torch.Tensor, table_VD: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The rows of ``table_VD`` that the tokens name.
 
     Args:

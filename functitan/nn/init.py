@@ -93,9 +93,7 @@ def truncated_normal(std: float = 0.02, cutoff: float = 3.0) -> Initializer:
     return _Normal(std, cutoff)
 
 
-def fan_in_scaled(
-    fan_in: int | tuple[int, ...], scale: float = 1.0, cutoff: float | None = 3.0
-) -> Initializer:
+def fan_in_scaled(fan_in: int | tuple[int, ...], scale: float = 1.0, cutoff: float | None = 3.0) -> Initializer:
     """Normal of standard deviation ``scale / sqrt(fan-in)`` (LeCun et al. 1998).
 
     Args:

@@ -12,9 +12,7 @@ from functitan.annotations import checkpoint_name
 from functitan.nn.linear import linear
 
 
-def swiglu(
-    x_BSD: torch.Tensor, gate_DF: torch.Tensor, up_DF: torch.Tensor, down_FD: torch.Tensor
-) -> torch.Tensor:
+def swiglu(x_BSD: torch.Tensor, gate_DF: torch.Tensor, up_DF: torch.Tensor, down_FD: torch.Tensor) -> torch.Tensor:
     """``(silu(x @ gate) * (x @ up)) @ down`` (Shazeer 2020, arXiv:2002.05202).
 
     Args:

@@ -106,7 +106,5 @@ def apply_rope(
     pairs, pair_dim = ((-1, 2), -1) if layout == "interleaved" else ((2, -1), -2)
     # unbind and stack are each other's gradient; an index would fill a whole zero tensor in backward.
     a_BSHP, b_BSHP = wide_BSHK.unflatten(-1, pairs).unbind(pair_dim)
-    rotated = torch.stack(
-        [a_BSHP * cos_S1P - b_BSHP * sin_S1P, a_BSHP * sin_S1P + b_BSHP * cos_S1P], dim=pair_dim
-    )
+    rotated = torch.stack([a_BSHP * cos_S1P - b_BSHP * sin_S1P, a_BSHP * sin_S1P + b_BSHP * cos_S1P], dim=pair_dim)
     return rotated.flatten(-2).to(x_BSHK.dtype)

@@ -122,13 +122,9 @@ def _check(
 ) -> None:
     found = f"found q {shaped(q)}, k {shaped(k)}, v {shaped(v)}"
     if not (q.ndim == k.ndim == v.ndim == 4):
-        raise ArgumentError(
-            f"attention needs four dims, (batch, heads, positions, head_dim), for q, k and v; {found}."
-        )
+        raise ArgumentError(f"attention needs four dims, (batch, heads, positions, head_dim), for q, k and v; {found}.")
     if not q.is_floating_point() or not (q.dtype == k.dtype == v.dtype):
-        raise ArgumentError(
-            f"attention needs q, k and v in one floating dtype; {found}. Cast them with .to(dtype)."
-        )
+        raise ArgumentError(f"attention needs q, k and v in one floating dtype; {found}. Cast them with .to(dtype).")
     (B, H, S, K), (_, G, T, _) = q.shape, k.shape
     if k.shape[0] != B or k.shape[-1] != K or v.shape[:3] != k.shape[:3]:
         raise ArgumentError(
@@ -137,13 +133,9 @@ def _check(
             "Heads come before positions: x.unflatten(-1, (heads, -1)).transpose(1, 2)."
         )
     if G == 0 or H % G:
-        raise ArgumentError(
-            f"attention needs the {H} query heads to be a multiple of the {G} kv heads; {found}."
-        )
+        raise ArgumentError(f"attention needs the {H} query heads to be a multiple of the {G} kv heads; {found}.")
     if (q_segments is None) != (kv_segments is None):
-        raise ArgumentError(
-            "segment_ids needs both halves of the pair, (q_segments, kv_segments); one is None."
-        )
+        raise ArgumentError("segment_ids needs both halves of the pair, (q_segments, kv_segments); one is None.")
     for name, ids, length in (("queries", q_segments, S), ("keys", kv_segments, T)):
         if ids is None:
             continue
@@ -154,22 +146,16 @@ def _check(
                 "Pass a pair (q_segments, kv_segments) when the lengths differ."
             )
     if bias is not None:
-        fits = bias.ndim <= 4 and all(
-            n in (1, m) for n, m in zip(bias.shape[::-1], (T, S, H, B), strict=False)
-        )
+        fits = bias.ndim <= 4 and all(n in (1, m) for n, m in zip(bias.shape[::-1], (T, S, H, B), strict=False))
         if not fits or not (bias.dtype == torch.bool or bias.is_floating_point()):
             raise ArgumentError(
                 f"attention needs a bool or floating bias broadcastable to (B, H, S, T) = "
                 f"({B}, {H}, {S}, {T}); found {shaped(bias)}."
             )
     if window is not None and window < 1:
-        raise ArgumentError(
-            f"attention needs a window of at least 1 token; found {window}. None means no window."
-        )
+        raise ArgumentError(f"attention needs a window of at least 1 token; found {window}. None means no window.")
     if sink is not None and (tuple(sink.shape) != (H,) or not sink.is_floating_point()):
-        raise ArgumentError(
-            f"attention needs one floating sink logit per query head, ({H},); found {shaped(sink)}."
-        )
+        raise ArgumentError(f"attention needs one floating sink logit per query head, ({H},); found {shaped(sink)}.")
     if backend not in BACKENDS:
         raise ArgumentError(f'attention has the backends {", ".join(BACKENDS)}; found "{backend}".')
 
@@ -274,9 +260,7 @@ def _gradient(ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | 
     q, k, v, q_segments, kv_segments, bias, sink, out, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(out)
-    dq, dk, dv = _attention_backward(
-        grad_out, grad_lse, q, k, v, q_segments, kv_segments, bias, out, lse, *ctx.options
-    )
+    dq, dk, dv = _attention_backward(grad_out, grad_lse, q, k, v, q_segments, kv_segments, bias, out, lse, *ctx.options)
     dsink = None
     if sink is not None and ctx.needs_input_grad[6]:
         # The sink's share of the softmax, exp(sink - lse), has the value 0 and so the row term alone.

@@ -31,9 +31,7 @@ def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
     if q.dtype not in _DTYPES:
         return f"the CUDA kernels compute in {', '.join(str(d) for d in _DTYPES)}, and q is {q.dtype}"
     if v.shape[-1] != q.shape[-1]:
-        return (
-            f"the CUDA kernels need v as wide as q and k; v has head dim {v.shape[-1]}, q has {q.shape[-1]}"
-        )
+        return f"the CUDA kernels need v as wide as q and k; v has head dim {v.shape[-1]}, q has {q.shape[-1]}"
     if q.shape[-1] % 8:
         return f"the CUDA kernels need a head dim divisible by 8; found {q.shape[-1]}"
     if 0 in (*q.shape, *k.shape):

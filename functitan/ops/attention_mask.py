@@ -60,9 +60,7 @@ class Mask:
             found = self.bias if found is None else found & self.bias
         return found
 
-    def additive(
-        self, queries: int, keys: int, device: torch.device, dtype: torch.dtype
-    ) -> torch.Tensor | None:
+    def additive(self, queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
         """The mask as a term of the logits: a floating tensor broadcastable to (B, H, S, T), or None for no
         term.
 

@@ -23,9 +23,7 @@ def shaped(x: torch.Tensor) -> str:
 def require_integer(op: str, name: str, x: torch.Tensor) -> None:
     """Raise unless ``x`` holds integers (bool is not one)."""
     if x.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise ArgumentError(
-            f"{op} needs integers for {name}; found {shaped(x)}. Write {name}.long() or pass ids."
-        )
+        raise ArgumentError(f"{op} needs integers for {name}; found {shaped(x)}. Write {name}.long() or pass ids.")
 
 
 def refuse_second_derivative(op: str) -> None:

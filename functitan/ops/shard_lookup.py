@@ -56,9 +56,7 @@ def embedding_shard_backward(
         return grad.new_zeros(weight_local.shape)
     local, inside = _localize(idx, coord, weight_local.shape[0])
     # Rows of other ranks add zeros to row 0, so that shapes do not depend on data.
-    return accumulate_rows(
-        grad.masked_fill(~inside[..., None], 0), local.where(inside, 0), weight_local.shape[0]
-    )
+    return accumulate_rows(grad.masked_fill(~inside[..., None], 0), local.where(inside, 0), weight_local.shape[0])
 
 
 @embedding_shard_backward.register_fake
@@ -89,9 +87,7 @@ def _(x_local, index, coord, dim):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("functitan::put_shard", mutates_args=())
-def put_shard(
-    grad: torch.Tensor, index: torch.Tensor, coord: torch.Tensor, dim: int, local_size: int
-) -> torch.Tensor:
+def put_shard(grad: torch.Tensor, index: torch.Tensor, coord: torch.Tensor, dim: int, local_size: int) -> torch.Tensor:
     """The adjoint of :func:`take_shard`: zeros with ``local_size`` entries in ``dim``, plus the entries held
     here.
 

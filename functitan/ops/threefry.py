@@ -77,9 +77,7 @@ def _key_schedule(key: torch.Tensor) -> list[torch.Tensor]:
     return [first, second, first ^ second ^ _PARITY]
 
 
-def _rounds(
-    schedule: list[torch.Tensor], x0: torch.Tensor, x1: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounds(schedule: list[torch.Tensor], x0: torch.Tensor, x1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The cipher on int32 words, in place on two fresh tensors."""
     x0.add_(schedule[0])
     x1.add_(schedule[1])

@@ -81,7 +81,5 @@ def _check(steps: int, warmup: int, decay_ratio: float | None, decay: str, min_f
     if not 0 <= min_factor <= 1:
         problems.append(f"min_factor={min_factor}: it is a factor on the peak, from 0 to 1.")
     if decay not in get_args(Decay):
-        problems.append(
-            f'decay="{decay}": there are {listed(get_args(Decay))}.{suggest(decay, get_args(Decay))}'
-        )
+        problems.append(f'decay="{decay}": there are {listed(get_args(Decay))}.{suggest(decay, get_args(Decay))}')
     raise_batch(ConfigError, problems, "the learning-rate schedule")

@@ -57,8 +57,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis, _, size = (p.strip() for p in part.partition("="))
         if not axis.isidentifier() or not size.isdecimal() or int(size) < 1 or axis in sizes:
             raise ConfigError(
-                f'the mesh "{text}" is not a list of different axes with sizes: "{part}". '
-                "Write --mesh fsdp=2,tensor=4."
+                f'the mesh "{text}" is not a list of different axes with sizes: "{part}". Write --mesh fsdp=2,tensor=4.'
             )
         sizes[axis] = int(size)
     return sizes
@@ -119,11 +118,7 @@ def _read(recipe: Recipe, path: str, text: str) -> Any:
             raise _unknown(recipe, path)
         last = i == len(names) - 1
         part = getattr(value, name)
-        if (
-            last
-            and (not dataclasses.is_dataclass(part) or text.lower() == "none")
-            and name not in ("rules", "mesh")
-        ):
+        if last and (not dataclasses.is_dataclass(part) or text.lower() == "none") and name not in ("rules", "mesh"):
             return _parsed(path, text, kinds[name])
         value = part
     inside = [known for known in fields_of(recipe) if known.startswith(path + ".")]
@@ -148,8 +143,7 @@ def _unknown(recipe: Recipe, path: str) -> ConfigError:
     group = path.rpartition(".")[0]
     near = [k for k in known if k.rpartition(".")[0] == group] or sorted({k.split(".")[0] for k in known})
     return ConfigError(
-        f'there is no setting "{path}" in recipe {recipe.name}; there are {listed(near)}.'
-        f"{suggest(path, known)}"
+        f'there is no setting "{path}" in recipe {recipe.name}; there are {listed(near)}.{suggest(path, known)}'
     )
 
 

@@ -9,9 +9,7 @@ import torch
 
 from functitan.errors import ConfigError, listed, suggest
 
-_DTYPES = {
-    name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32")
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32")}
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 

@@ -83,9 +83,7 @@ def _call(module: ModuleType, function: str, name: str) -> Recipe:
         own = [
             key
             for key, value in vars(module).items()
-            if callable(value)
-            and not key.startswith("_")
-            and getattr(value, "__module__", "") == module.__name__
+            if callable(value) and not key.startswith("_") and getattr(value, "__module__", "") == module.__name__
         ]
         what = f'has no function "{function}"' if function else "needs the name of a function"
         raise ConfigError(
@@ -98,8 +96,7 @@ def _call(module: ModuleType, function: str, name: str) -> Recipe:
         raise ConfigError(f'recipe "{name}": calling {function}() failed: {error}') from error
     if not isinstance(recipe, Recipe):
         raise ConfigError(
-            f'recipe "{name}": {function}() gave a {type(recipe).__name__}; it must return a '
-            "functitan.recipes.Recipe."
+            f'recipe "{name}": {function}() gave a {type(recipe).__name__}; it must return a functitan.recipes.Recipe.'
         )
     return recipe
 

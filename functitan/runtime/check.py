@@ -18,14 +18,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from functitan import annotations, tree
+from functitan import tree
+from functitan.annotations import activate
+from functitan.annotations import scan as plain_scan
+from functitan.compiler.by_value import difference
 from functitan.compiler.gradients import Exposed, expose
 from functitan.compiler.lower import lower
 from functitan.compiler.precision import to_float64
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, trace
-from functitan.compiler.by_value import difference
-from functitan.compiler.verify import Verification, verify
+from functitan.compiler.verify import Verification
+from functitan.compiler.verify import verify as verify_layouts
 from functitan.runtime.lockstep import Lockstep
 from functitan.sharding.array import Array, assemble, local_part
 from functitan.sharding.layout import Layout, replicated
@@ -139,7 +142,10 @@ def check(
     given_layouts = [x.layout if isinstance(x, Array) else replicated(tuple(x.shape)) for x in leaves]
     whole = [x.full() if isinstance(x, Array) else x.detach() for x in leaves]
     single = Mesh(tuple((a, 1) for a, _ in mesh.axes), "simulated")
-    plain = [Layout(replicated(tuple(w.shape)).dims, storage=lay.storage) for w, lay in zip(whole, given_layouts, strict=True)]
+    plain = [
+        Layout(replicated(tuple(w.shape)).dims, storage=lay.storage)
+        for w, lay in zip(whole, given_layouts, strict=True)
+    ]
     traced = trace(f, args)
     rows: list[Row] = []
 
@@ -155,7 +161,10 @@ def check(
     gradients = first_run[n:]
 
     given = expose(wide, given=True)
-    more = [given_layouts[p] if p is not None else replicated(tuple(g.shape)) for p, g in zip(given.params, gradients, strict=True)]
+    more = [
+        given_layouts[p] if p is not None else replicated(tuple(g.shape))
+        for p, g in zip(given.params, gradients, strict=True)
+    ]
     after = _program(given.traced, plain + [replicated(tuple(g.shape)) for g in gradients], single, rules, conflicts)
     expected = _run(after, values + gradients)
     sharded = _program(given.traced, [*given_layouts, *more], mesh, rules, conflicts)
@@ -170,9 +179,24 @@ def check(
         first = _first_difference(after, sharded, values + gradients, tolerance)
     verification = None
     if layouts:
-        runner = Lockstep(mesh, {})
-        verification = verify(sharded, lambda graph, parts: runner.graph("verify", graph, parts))
+        verification = verify(sharded)
     return CheckReport(traced.name, mesh, tuple(rows), first, verification)
+
+
+def verify(program: Program) -> Verification:
+    """A second opinion on every layout of a program: DTensor's where it has one, and each distinct op by value.
+
+    Raises:
+        ShardingError: a layout is wrong; the message names op, layouts and what differs.
+
+    >>> import functitan as ft
+    >>> mesh = ft.make_mesh({"data": 2}, simulate=True)
+    >>> x = ft.device_put(torch.arange(8.0), ft.P("data"), mesh)
+    >>> print(verify(ft.compile(lambda x: (x * x).sum(), mesh=mesh).lower(x)))
+    verified: 2 layouts agreed with DTensor, 2 equal by value, 0 unchecked
+    """
+    runner = Lockstep(Mesh(program.mesh.axes, "simulated"), {})
+    return verify_layouts(program, lambda graph, parts: runner.graph("verify", graph, parts))
 
 
 def _program(traced: Traced, layouts: Sequence[Layout], mesh: Mesh, rules: Rules | None, conflicts: str) -> Program:
@@ -191,9 +215,7 @@ def _run(program: Program, values: Sequence[torch.Tensor], observe: Any = None) 
     """Global outputs for global inputs."""
     mesh = program.mesh
     places = list(mesh.coordinates())
-    columns = [
-        [local_part(v, lay, c, mesh) for c in places] for v, lay in zip(values, program.in_layouts, strict=True)
-    ]
+    columns = [[local_part(v, lay, c, mesh) for c in places] for v, lay in zip(values, program.in_layouts, strict=True)]
     outs = Lockstep(mesh, program.bodies, observe).graph("step", program.graph, columns)
     return [assemble(parts, lay, mesh) for parts, lay in zip(outs, program.out_layouts, strict=True)]
 
@@ -219,11 +241,11 @@ class _GradientTap:
 
     def scan(self, f: Callable[..., Any], init: Any, xs: Any, length: int, options: dict[str, Any]) -> Any:
         with _plain():
-            tapped = annotations.scan(lambda c, x: self._inside(f, c, x), init, xs, length)
+            tapped = plain_scan(lambda c, x: self._inside(f, c, x), init, xs, length)
         return tapped
 
     def _inside(self, f: Callable[..., Any], carry: Any, x: Any) -> Any:
-        with annotations.activate(self):
+        with activate(self):
             return f(carry, x)
 
     def use_params(self, params: Any, pending: tuple[str, ...]) -> Any:
@@ -243,7 +265,7 @@ class _GradientTap:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    with annotations.activate(None):
+    with activate(None):
         yield
 
 
@@ -252,7 +274,7 @@ def _plain_rows(
 ) -> list[Row]:
     """The function on plain tensors against its trace on one device, in the given dtype."""
     tap = _GradientTap()
-    with annotations.activate(tap):
+    with activate(tap):
         out = f(*tree.unflatten(tree.structure(tuple(args)), whole))
     paths, leaves = tree.paths(out), tree.leaves(out)
     rows = []
@@ -302,7 +324,8 @@ def _first_difference(one: Program, many: Program, values: Sequence[torch.Tensor
             line = node.meta["origin"].line if "origin" in node.meta else None
             place = f" at {line.shown()}" if line is not None else ""
             found.append(
-                f"{node.meta['source'][0]} ({node.target}) in {name}{place}: differs by {error:.1e} with layout {node.meta['layout']}"
+                f"{node.meta['source'][0]} ({node.target}) in {name}{place}: differs by {error:.1e} "
+                f"with layout {node.meta['layout']}"
             )
 
     _run(one, values, remember)

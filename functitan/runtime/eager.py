@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from functitan.compiler import nodes
 from functitan.compiler import program as targets
 from functitan.compiler.program import LoweredBody, Program
 from functitan.runtime.scan import TensorOps, scan_backward, scan_forward
@@ -62,7 +63,7 @@ class Eager:
 
     def _bound(self, node: fx.Node) -> Callable[..., Any]:
         """What a body call does here."""
-        body: LoweredBody = self._program.bodies[str(node.args[0])]
+        body: LoweredBody = self._program.bodies[str(nodes.args(node)[0])]
         ops = TensorOps()
 
         def call(name: str, inputs: list[Any]) -> list[Any]:
@@ -74,9 +75,7 @@ class Eager:
         def scan(name: str, length: int, inputs: list[Any]) -> list[Any]:
             return scan_forward(body, length, inputs, self._forward[name], ops)
 
-        def scan_back(
-            name: str, length: int, kept: list[Any], saved: list[Any], cotangents: list[Any]
-        ) -> list[Any]:
+        def scan_back(name: str, length: int, kept: list[Any], saved: list[Any], cotangents: list[Any]) -> list[Any]:
             return scan_backward(body, length, kept, saved, cotangents, self._backward[name], ops)
 
         return {

@@ -66,7 +66,7 @@ def _outside(node: fx.Node) -> bool:
     """Whether a call stays Python: bodies and what comes from them, constants, effects."""
     if "body" in node.meta or isinstance(node.target, Constant) or node.target in BODY_CALLS or nodes.has_effect(node):
         return True
-    return node.target is operator.getitem and "body" in node.args[0].meta  # type: ignore[union-attr]
+    return node.target is operator.getitem and "body" in nodes.args(node)[0].meta  # type: ignore[union-attr]
 
 
 def _place(outer: fx.Graph, env: dict[fx.Node, fx.Node], run: list[fx.Node], name: str) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
+from functitan.compiler import nodes
 from functitan.compiler import program as targets
 from functitan.compiler.program import LoweredBody
 from functitan.runtime import collectives
@@ -54,7 +54,7 @@ class Lockstep:
                 axis = node.meta.get("coordinate")
                 env[node] = [c[axis] for c in self._coordinates] if axis else next(given)
             elif node.op == "output":
-                return [env[n] for n in node.args[0]]  # type: ignore[union-attr]
+                return [env[n] for n in nodes.args(node)[0]]  # type: ignore[union-attr]
             else:
                 env[node] = self._call(name, node, env)
                 if self._observe is not None:
@@ -83,17 +83,17 @@ class Lockstep:
             x, *rest = node.args
             return collectives.run(target, env[x], tuple(rest), self._groups)  # type: ignore[index]
         if target is _WAIT:
-            return env[node.args[0]]  # type: ignore[index]
+            return env[nodes.args(node)[0]]  # type: ignore[index]
         out = []
         for r in range(self.ranks):
-            args, kwargs = map_arg((node.args, node.kwargs), lambda n: env[n][r])  # noqa: B023
+            args, kwargs = nodes.mapped(node, lambda n: env[n][r])  # noqa: B023
             out.append(target(*args, **kwargs))  # type: ignore[operator]
         return out
 
     def _body(self, node: fx.Node, env: dict[fx.Node, Ranked]) -> Ranked:
         """Run a body; the results of all ranks become one list per rank, as ops with several outputs give."""
-        body: LoweredBody = self._bodies[str(node.args[0])]
-        groups = [[env[n] for n in a] for a in node.args if isinstance(a, list | tuple)]
+        body: LoweredBody = self._bodies[str(nodes.args(node)[0])]
+        groups = [[env[n] for n in a] for a in nodes.args(node) if isinstance(a, list | tuple)]
         forward = lambda ins: self.graph(body.name, body.forward, ins)  # noqa: E731
         backward = lambda ins: self.graph(f"{body.name}.backward", body.backward, ins)  # type: ignore[arg-type]  # noqa: E731
         if node.target is targets.call_body:
@@ -101,10 +101,10 @@ class Lockstep:
         elif node.target is targets.call_body_backward:
             outs = backward([*groups[0], *groups[1], *groups[2]])
         elif node.target is targets.scan_body:
-            outs = scan_forward(body, int(node.args[1]), groups[0], forward, _RANKED)  # type: ignore[arg-type]
+            outs = scan_forward(body, int(nodes.args(node)[1]), groups[0], forward, _RANKED)  # type: ignore[arg-type]
         else:
             kept, saved, cotangents = groups
-            outs = scan_backward(body, int(node.args[1]), kept, saved, cotangents, backward, _RANKED)  # type: ignore[arg-type]
+            outs = scan_backward(body, int(nodes.args(node)[1]), kept, saved, cotangents, backward, _RANKED)  # type: ignore[arg-type]
         return [list(row) for row in zip(*outs, strict=True)] if outs else [[] for _ in range(self.ranks)]
 
 
@@ -128,4 +128,3 @@ class _RankedOps:
 
 
 _RANKED = _RankedOps()
-

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
+from functitan.compiler import nodes
 from functitan.errors import ArgumentError
 from functitan.runtime.collectives import COLLECTIVES, CollectiveMismatch, Groups, join
 from functitan.sharding.mesh import Mesh
@@ -105,7 +105,7 @@ def _rank(graph: fx.Graph, inputs: Sequence[torch.Tensor], coordinates: dict[str
     given = iter(inputs)
     number = 0
     for node in graph.nodes:
-        args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = nodes.mapped(node, env.__getitem__)
         if node.op == "placeholder":
             axis = node.meta.get("coordinate")
             env[node] = torch.tensor(coordinates[axis]) if axis else next(given)

@@ -78,9 +78,7 @@ def scan_backward(
     totals: dict[int, Any] = {}
     for i in reversed(range(length)):
         again = [ops.row(x, i) if j < last else x for j, x in zip(body.saved_inputs, kept, strict=True)]
-        tangents = [
-            current[k] if o < first else ops.row(cotangents[k], i) for k, o in enumerate(body.tangent_of)
-        ]
+        tangents = [current[k] if o < first else ops.row(cotangents[k], i) for k, o in enumerate(body.tangent_of)]
         found = run([*again, *(ops.row(s, i) for s in saved), *tangents])
         for j, g in zip(body.gradient_of, found, strict=True):
             if j < first:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from spmd_types import PartitionSpec
+from spmd_types.types import PartitionSpec
 
 from functitan.errors import ShardingError
 from functitan.sharding import processes
@@ -203,8 +203,7 @@ def array_from_process_local(
             f"have {first.ndim} dims {tuple(first.shape)}. Write one entry per dim, None for a whole one."
         )
     ways = [
-        math.prod(mesh.require(a, "array_from_process_local") for a in as_axes(e, "an entry of the spec"))
-        for e in spec
+        math.prod(mesh.require(a, "array_from_process_local") for a in as_axes(e, "an entry of the spec")) for e in spec
     ]
     shape = tuple(n * w for n, w in zip(first.shape, ways, strict=True))
     layout = layout_of(shape, spec, mesh, "array_from_process_local")

@@ -22,7 +22,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from spmd_types import PartitionSpec
+from spmd_types.types import PartitionSpec
 
 from functitan.errors import ShardingError
 
@@ -180,9 +180,7 @@ def split(dim: Dim, into: Sequence[int], sizes: Sizes) -> tuple[Dim, ...]:
 def without(layout: Layout, axes: Iterable[str], sizes: Sizes) -> Layout:
     """The layout after gathering those axes: their digits become local."""
     gone = set(axes)
-    dims = tuple(
-        canonical(sizes[d] if isinstance(d, str) and d in gone else d for d in dim) for dim in layout.dims
-    )
+    dims = tuple(canonical(sizes[d] if isinstance(d, str) and d in gone else d for d in dim) for dim in layout.dims)
     return replace(layout, dims=dims, storage=layout.storage - gone)
 
 
@@ -255,8 +253,7 @@ def from_spec(
                 twice = f"for dim {used[name]} and dim {i}" if name in used else f"twice for dim {i}"
                 raise ShardingError(
                     f'{what}: the spec {spec_text(entries)} uses mesh axis "{name}" {twice}; an axis can split one dim, '
-                    f"once. Keep one of them"
-                    + (f" (free axes: {', '.join(free)})." if free else ".")
+                    f"once. Keep one of them" + (f" (free axes: {', '.join(free)})." if free else ".")
                 )
             if name in pending:
                 raise ShardingError(

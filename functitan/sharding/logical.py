@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from spmd_types import PartitionSpec
+from spmd_types.types import PartitionSpec
 
 from functitan.errors import ShardingError, listed, suggest
 from functitan.sharding.layout import Layout, from_spec, spec_text
@@ -24,9 +24,7 @@ def as_axes(entry: Any, where: str) -> tuple[str, ...]:
         return ()
     names = (entry,) if isinstance(entry, str) else entry
     if not isinstance(names, tuple | list) or not all(isinstance(n, str) for n in names):
-        raise ShardingError(
-            f"{where} is {entry!r}; write None, a mesh axis such as 'tensor', or a tuple of axes."
-        )
+        raise ShardingError(f"{where} is {entry!r}; write None, a mesh axis such as 'tensor', or a tuple of axes.")
     return tuple(names)
 
 
@@ -51,9 +49,7 @@ class Rules:
     """
 
     def __init__(self, storage: Mapping[str, Entry] | None = None, **names: Entry) -> None:
-        self.names: dict[str, tuple[str, ...]] = {
-            k: as_axes(v, f'the rule for "{k}"') for k, v in names.items()
-        }
+        self.names: dict[str, tuple[str, ...]] = {k: as_axes(v, f'the rule for "{k}"') for k, v in names.items()}
         self.storage: dict[str, tuple[str, ...]] = {
             k: as_axes(v, f'the storage rule for "{k}"') for k, v in (storage or {}).items()
         }
@@ -94,7 +90,7 @@ class Rules:
         if name not in self.names:
             raise ShardingError(
                 f'{what}: logical axis "{name}" has no rule; the rules have {listed(self.names)}.'
-                f'{suggest(name, self.names)} Write {name}=None in the rules to leave it whole on purpose.'
+                f"{suggest(name, self.names)} Write {name}=None in the rules to leave it whole on purpose."
             )
         return self.names[name]
 
@@ -142,15 +138,13 @@ def layout_of(
     entries = [as_axes(e, f"{what}: an entry of the spec") for e in spec]
     for names in entries:
         for name in names:
-            mesh.require(name, f"{what}: {spec_text(list(spec))}")
+            mesh.require(name, f"{what}: {spec_text([e if len(e) > 1 else e[0] if e else None for e in entries])}")
     for name in pending:
         mesh.require(name, f"{what}: pending={pending!r}")
     return from_spec(shape, [e or None for e in entries], mesh.shape, what=what, pending=pending)
 
 
-def param_layout(
-    shape: Sequence[int], axes: Sequence[str | None], rules: Rules, mesh: Mesh, what: str
-) -> Layout:
+def param_layout(shape: Sequence[int], axes: Sequence[str | None], rules: Rules, mesh: Mesh, what: str) -> Layout:
     """The layout of a parameter at rest; its ``storage`` axes are those which only storage adds."""
     compute = rules.spec(axes, what)
     stored = rules.spec(axes, what, storage=True)
@@ -158,5 +152,3 @@ def param_layout(
     computed = layout_of(shape, compute, mesh, what)
     only = frozenset(at_rest.axes) - frozenset(computed.axes)
     return Layout(at_rest.dims, storage=only)
-
-

@@ -72,7 +72,7 @@ class Mesh:
             have = listed(f"{n}={s}" for n, s in self.axes)
             raise ShardingError(
                 f'unknown mesh axis "{name}" in {where}; the mesh has {have}.{suggest(name, sizes)} '
-                f"Write one of these, or add \"{name}\": 1 to the mesh when the axis is not used here."
+                f'Write one of these, or add "{name}": 1 to the mesh when the axis is not used here.'
             )
         return sizes[name]
 

@@ -81,4 +81,3 @@ def gather_parts(part: torch.Tensor) -> list[torch.Tensor]:
         dist.all_gather(rows, sent)
     rows = [r.reshape(part.shape) for r in rows]
     return [r.to(torch.bool) if boolean else r for r in rows]
-

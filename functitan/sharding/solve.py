@@ -35,9 +35,7 @@ def _places(dim: Dim, sizes: Mapping[str, int]) -> frozenset[tuple[str, int]]:
     return frozenset(found)
 
 
-def solve(
-    eq: Equation, call: Call, layouts: Sequence[Layout | None], sizes: Mapping[str, int]
-) -> Solution:
+def solve(eq: Equation, call: Call, layouts: Sequence[Layout | None], sizes: Mapping[str, int]) -> Solution:
     """Choose a split for every label, and decide which pending sums pass.
 
     Args:
@@ -121,9 +119,7 @@ def _choose(
                 if _axes(dim):
                     claims.setdefault(name, []).append((dim, i))
     for dim, i in claims.pop("_", []):
-        conflicts.append(
-            Conflict(f"the op needs a dim whole that is split over {', '.join(_axes(dim))}", (i,))
-        )
+        conflicts.append(Conflict(f"the op needs a dim whole that is split over {', '.join(_axes(dim))}", (i,)))
     chosen: dict[str, Dim] = {}
     for name, rows in claims.items():
         rows = sorted(rows, key=lambda r: (r[1] not in eq.refs, len(_axes(r[0])), weight(r[1])), reverse=True)

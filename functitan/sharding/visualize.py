@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import overload
 
-from spmd_types import PartitionSpec
+from spmd_types.types import PartitionSpec
 
 from functitan.errors import ArgumentError
 from functitan.sharding.array import Array
@@ -22,9 +22,7 @@ _ROWS = 8
 @overload
 def visualize(x: Array, *, width: int = ...) -> None: ...
 @overload
-def visualize(
-    x: Sequence[int], spec: PartitionSpec | Sequence[Entry], mesh: Mesh, *, width: int = ...
-) -> None: ...
+def visualize(x: Sequence[int], spec: PartitionSpec | Sequence[Entry], mesh: Mesh, *, width: int = ...) -> None: ...
 def visualize(
     x: Array | Sequence[int],
     spec: PartitionSpec | Sequence[Entry] | None = None,
@@ -75,9 +73,7 @@ def drawing(
     """
     if isinstance(x, Array):
         if spec is not None or mesh is not None:
-            raise ArgumentError(
-                "visualize of an Array takes no spec and no mesh: it has its own. Leave them out."
-            )
+            raise ArgumentError("visualize of an Array takes no spec and no mesh: it has its own. Leave them out.")
         shape, layout, mesh = tuple(x.shape), x.layout, x.mesh
     else:
         if spec is None or mesh is None:
@@ -154,9 +150,7 @@ def _grid(
         key = tuple(part for dim, part in ((down, i), (across, j)) if dim is not None)
         return ranks_text(holders[key])
 
-    cell = (
-        max([*(len(label(i, j)) for i in range(n_rows) for j in range(n_cols)), *map(len, col_names), 1]) + 2
-    )
+    cell = max([*(len(label(i, j)) for i in range(n_rows) for j in range(n_cols)), *map(len, col_names), 1]) + 2
     margin = max(map(len, row_names)) + 2 if down is not None else 0
     cols = _some(n_cols, max((width - margin - 1) // (cell + 1), 3))
     rows = _some(n_rows, _ROWS)
@@ -204,8 +198,7 @@ def _listed(
         names = dict(zip(split, keys[at], strict=True))
         if layout.is_spec:
             place = ", ".join(
-                _range(shape[i], _parts(layout, shape, i), names[i]) if i in names else ":"
-                for i in range(len(shape))
+                _range(shape[i], _parts(layout, shape, i), names[i]) if i in names else ":" for i in range(len(shape))
             )
         else:
             place = ", ".join(f"part {names[i]}" if i in names else ":" for i in range(len(shape)))

@@ -29,9 +29,7 @@ def mean_loss(
         batch_total, batch_count = evaluate(params, batch)
         total, count = total + batch_total.item(), count + int(batch_count.item())
     if not count:
-        raise ConfigError(
-            "validation found no label that counts; give it held-out text of at least one sequence."
-        )
+        raise ConfigError("validation found no label that counts; give it held-out text of at least one sequence.")
     return total / count
 
 

@@ -40,9 +40,7 @@ class Summary:
 class Meter:
     """Measures the time of steps; pauses (validation, sampling) are left out."""
 
-    def __init__(
-        self, steps: int, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, steps: int, tokens_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._steps, self._tokens, self._clock = steps, tokens_per_step, clock
         self._done, self._busy, self._started = 0, 0.0, clock()
 
@@ -79,9 +77,7 @@ def peak_bytes(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def progress_text(
-    step: int, steps: int, values: Mapping[str, float], speed: float | None, left: float | None
-) -> str:
+def progress_text(step: int, steps: int, values: Mapping[str, float], speed: float | None, left: float | None) -> str:
     """The progress line.
 
     >>> progress_text(20, 500, {"loss": 3.25, "lr": 1e-3}, 4321.0, 75.0)

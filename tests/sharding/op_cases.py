@@ -55,20 +55,13 @@ def case(family: str, name: str, f: Callable[..., object], *inputs: torch.Tensor
 
 # --- pointwise -------------------------------------------------------------------------------------------------
 
-UNARY = (
-    "abs acos angle asin asinh atan atanh ceil cos cosh deg2rad digamma erf erfc erfinv exp exp2 expm1 floor frac "
-    "isfinite isinf isnan lgamma log log10 log1p log2 logical_not logit nan_to_num neg positive rad2deg reciprocal round "
-    "rsqrt sgn sigmoid sign signbit sin sinc sinh sqrt square tan tanh trunc i0"
-).split()
+UNARY = ["abs", "acos", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "isfinite", "isinf", "isnan", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "nan_to_num", "neg", "positive", "rad2deg", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "tan", "tanh", "trunc", "i0"]
 for start in range(0, len(UNARY), 8):  # several in one call: what takes time is the number of traces
     group = [getattr(torch, name) for name in UNARY[start : start + 8]]
     case("pointwise", "_".join(UNARY[start : start + 8]), lambda x, group=group: [f(x) for f in group], positive(4, 6))
 case("pointwise", "acosh", torch.acosh, positive(4, 6) + 1)
 
-ACTIVATIONS = (
-    "relu relu6 silu gelu elu selu celu leaky_relu softplus softsign tanhshrink hardtanh hardsigmoid hardswish mish "
-    "logsigmoid hardshrink softshrink threshold glu"
-).split()
+ACTIVATIONS = ["relu", "relu6", "silu", "gelu", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign", "tanhshrink", "hardtanh", "hardsigmoid", "hardswish", "mish", "logsigmoid", "hardshrink", "softshrink", "threshold", "glu"]
 ARGUMENTS = {"threshold": (0.1, 20.0)}
 for start in range(0, len(ACTIVATIONS), 5):
     names = ACTIVATIONS[start : start + 5]
@@ -77,10 +70,7 @@ for start in range(0, len(ACTIVATIONS), 5):
 case("pointwise", "gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), normal(4, 8))
 case("pointwise", "prelu", lambda x, w: F.prelu(x, w), normal(4, 8, 2), positive(8))
 
-BINARY = (
-    "add sub mul div maximum minimum fmax fmin atan2 pow hypot copysign logaddexp logaddexp2 xlogy fmod remainder "
-    "eq ne lt le gt ge nextafter rsub"
-).split()
+BINARY = ["add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "atan2", "pow", "hypot", "copysign", "logaddexp", "logaddexp2", "xlogy", "fmod", "remainder", "eq", "ne", "lt", "le", "gt", "ge", "nextafter", "rsub"]
 for start in range(0, len(BINARY), 6):
     group = [getattr(torch, name) for name in BINARY[start : start + 6]]
     case("pointwise", "_".join(BINARY[start : start + 6]), lambda x, y, group=group: [f(x, y) for f in group],

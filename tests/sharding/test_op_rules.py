@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.sharding.harness import difference, with_gradients
-from tests.sharding.op_cases import CASES, Case
 
 import functitan as ft
 from functitan.sharding import covered, register_rule
+from tests.sharding.harness import difference, with_gradients
+from tests.sharding.op_cases import CASES, Case
 
 P = ft.P
 MESH = ft.make_mesh({"a": 2}, simulate=True)

@@ -181,9 +181,7 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
     def register(f: RuleFunction) -> RuleFunction:
         for target in targets:
-            overloads = (
-                [getattr(target, o) for o in target.overloads()] if hasattr(target, "overloads") else [target]
-            )
+            overloads = [getattr(target, o) for o in target.overloads()] if hasattr(target, "overloads") else [target]
             for overload in overloads:
                 _RULES[overload] = f
                 _FAMILY[overload] = f.__module__.rsplit(".", 1)[-1]

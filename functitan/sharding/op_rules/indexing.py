@@ -63,7 +63,7 @@ def _index_add_parts(x: torch.Tensor, dim: int, index: torch.Tensor, source: tor
 
 @rule(aten.index_add.default)
 def index_add(call: Call) -> Rule:
-    x, index, source = call.operands
+    x, index = call.operands[:2]
     dim = _dim(call)
     row = labels(x.shape, {dim})
     if x.ndim == 0:
@@ -150,7 +150,9 @@ def scatter_add(call: Call) -> Rule:
             return [e.call(_ops.put_shard.default, source, index, block, dim, outs[0].local_shape[dim])]
         return [e.call(c.op, _base(outs[0].local_shape, c, e), dim, index, source)]
 
-    fits = all(n == m for d, (n, m) in enumerate(zip(call.operands[0].shape, call.operands[1].shape, strict=True)) if d != dim)
+    fits = all(
+        n == m for d, (n, m) in enumerate(zip(call.operands[0].shape, call.operands[1].shape, strict=True)) if d != dim
+    )
     into = _at(base, dim, "v") if fits and call.outputs[0].shape[dim] > 1 else base
     return Equation((into, found, found), (into,), (frozenset({2}),), refs=frozenset({0}), emit=emit)
 
@@ -174,7 +176,7 @@ def _indexed(call: Call) -> tuple[Labels, list[Labels], Labels]:
     shapes = [call.operands[indices[d].index].shape for d in at]
     joint = torch.broadcast_shapes(*shapes)
     names: Labels = tuple(None if n == 1 else f"i{len(joint) - k}" for k, n in enumerate(joint))
-    rows = [tuple(None if n == 1 else f"i{len(s) - k}" for k, n in enumerate(s)) for s in shapes]
+    rows: list[Labels] = [tuple(None if n == 1 else f"i{len(s) - k}" for k, n in enumerate(s)) for s in shapes]
     rest = [label for d, label in enumerate(row) if d not in at]
     together = at == list(range(at[0], at[0] + len(at)))
     first = at[0] if together else 0

@@ -101,6 +101,4 @@ def copy(call: Call) -> Rule:
     src, dst = call.operands[0].dtype, call.outputs[0].dtype
     widens = src == dst or (src.is_floating_point and torch.promote_types(src, dst) == dst)
     eq = pointwise(call)
-    return Equation(
-        eq.inputs, eq.outputs, _FIRST if widens else (), through_storage=True
-    )
+    return Equation(eq.inputs, eq.outputs, _FIRST if widens else (), through_storage=True)

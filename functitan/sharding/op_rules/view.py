@@ -61,7 +61,5 @@ def transpose(call: Call) -> Rule:
 def expand(call: Call) -> Rule:
     old, new = call.operands[0].shape, call.outputs[0].shape
     lead = len(new) - len(old)
-    source = tuple(
-        None if i < lead or (old[i - lead] == 1 and n != 1) else i - lead for i, n in enumerate(new)
-    )
+    source = tuple(None if i < lead or (old[i - lead] == 1 and n != 1) else i - lead for i, n in enumerate(new))
     return Expand(source)

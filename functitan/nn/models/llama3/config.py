@@ -42,13 +42,9 @@ class Llama3Config:
     def __post_init__(self) -> None:
         problems = []
         if self.dim % self.heads:
-            problems.append(
-                f"dim={self.dim} is not divisible by heads={self.heads}; a head has dim / heads elements."
-            )
+            problems.append(f"dim={self.dim} is not divisible by heads={self.heads}; a head has dim / heads elements.")
         elif self.head_dim % 2:
-            problems.append(
-                f"dim / heads = {self.head_dim} is odd; rotary positions rotate pairs, choose even."
-            )
+            problems.append(f"dim / heads = {self.head_dim} is odd; rotary positions rotate pairs, choose even.")
         if self.heads % self.kv_heads:
             problems.append(
                 f"heads={self.heads} is not divisible by kv_heads={self.kv_heads}; every key-value head "
@@ -80,7 +76,5 @@ def flavor(name: str) -> Llama3Config:
         ConfigError: no such flavor.
     """
     if name not in FLAVORS:
-        raise ConfigError(
-            f'there is no llama3 flavor "{name}"; there are {listed(FLAVORS)}.{suggest(name, FLAVORS)}'
-        )
+        raise ConfigError(f'there is no llama3 flavor "{name}"; there are {listed(FLAVORS)}.{suggest(name, FLAVORS)}')
     return FLAVORS[name]

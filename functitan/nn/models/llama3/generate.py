@@ -37,9 +37,7 @@ class Cache:
     length: torch.Tensor
 
 
-def prefill(
-    params: Params, prompt_BS: torch.Tensor, config: Llama3Config, slots: int
-) -> tuple[torch.Tensor, Cache]:
+def prefill(params: Params, prompt_BS: torch.Tensor, config: Llama3Config, slots: int) -> tuple[torch.Tensor, Cache]:
     """Read a prompt.
 
     Args:
@@ -66,9 +64,7 @@ def prefill(
     return unembed(params, x_BSD[:, -1:], config)[:, 0], cache
 
 
-def decode(
-    params: Params, token_B: torch.Tensor, cache: Cache, config: Llama3Config
-) -> tuple[torch.Tensor, Cache]:
+def decode(params: Params, token_B: torch.Tensor, cache: Cache, config: Llama3Config) -> tuple[torch.Tensor, Cache]:
     """Read one more token per row.
 
     Args:
@@ -161,8 +157,6 @@ def _qkv(
     return qkv_heads(h_BSD, layer["wq"], layer["wk"], layer["wv"], rope, config.head_dim)
 
 
-def _residual(
-    x_BSD: torch.Tensor, out_BHSK: torch.Tensor, layer: Params, config: Llama3Config
-) -> torch.Tensor:
+def _residual(x_BSD: torch.Tensor, out_BHSK: torch.Tensor, layer: Params, config: Llama3Config) -> torch.Tensor:
     x_BSD = x_BSD + constrain(merge_heads(out_BHSK, layer["wo"]), RESIDUAL)
     return x_BSD + mlp_layer(x_BSD, layer, config)

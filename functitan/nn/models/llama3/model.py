@@ -123,9 +123,7 @@ def forward(
     """
     params = use_params(params)
     x_BSD = embed(params, tokens_BS, config)
-    positions = (
-        torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
-    )
+    positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
     # Made once; the layers read them by closure.
     rope = rope_table(positions, config.head_dim, config.rope_theta, config.rope_scaling)
     if segment_ids_BS is not None:
