@@ -19,7 +19,9 @@ def weights(x: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def with_gradients(f: Callable[..., Any], inputs: Sequence[torch.Tensor], constant: Sequence[int] = ()) -> Callable[..., Any]:
+def with_gradients(
+    f: Callable[..., Any], inputs: Sequence[torch.Tensor], constant: Sequence[int] = ()
+) -> Callable[..., Any]:
     """f and, where it has float outputs and inputs, the gradients of a weighted sum of its outputs, but for some inputs."""
     plain = tree.leaves(f(*inputs))
     wanted = tuple(i for i, x in enumerate(inputs) if x.is_floating_point() and i not in constant)

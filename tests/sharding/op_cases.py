@@ -49,19 +49,93 @@ class Case:
 CASES: list[Case] = []
 
 
-def case(family: str, name: str, f: Callable[..., object], *inputs: torch.Tensor, constant: tuple[int, ...] = ()) -> None:
+def case(
+    family: str, name: str, f: Callable[..., object], *inputs: torch.Tensor, constant: tuple[int, ...] = ()
+) -> None:
     CASES.append(Case(family, name, f, inputs, constant))
 
 
 # --- pointwise -------------------------------------------------------------------------------------------------
 
-UNARY = ["abs", "acos", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "isfinite", "isinf", "isnan", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "logit", "nan_to_num", "neg", "positive", "rad2deg", "reciprocal", "round", "rsqrt", "sgn", "sigmoid", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "tan", "tanh", "trunc", "i0"]
+UNARY = [
+    "abs",
+    "acos",
+    "angle",
+    "asin",
+    "asinh",
+    "atan",
+    "atanh",
+    "ceil",
+    "cos",
+    "cosh",
+    "deg2rad",
+    "digamma",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "frac",
+    "isfinite",
+    "isinf",
+    "isnan",
+    "lgamma",
+    "log",
+    "log10",
+    "log1p",
+    "log2",
+    "logical_not",
+    "logit",
+    "nan_to_num",
+    "neg",
+    "positive",
+    "rad2deg",
+    "reciprocal",
+    "round",
+    "rsqrt",
+    "sgn",
+    "sigmoid",
+    "sign",
+    "signbit",
+    "sin",
+    "sinc",
+    "sinh",
+    "sqrt",
+    "square",
+    "tan",
+    "tanh",
+    "trunc",
+    "i0",
+]
 for start in range(0, len(UNARY), 8):  # several in one call: what takes time is the number of traces
     group = [getattr(torch, name) for name in UNARY[start : start + 8]]
     case("pointwise", "_".join(UNARY[start : start + 8]), lambda x, group=group: [f(x) for f in group], positive(4, 6))
 case("pointwise", "acosh", torch.acosh, positive(4, 6) + 1)
 
-ACTIVATIONS = ["relu", "relu6", "silu", "gelu", "elu", "selu", "celu", "leaky_relu", "softplus", "softsign", "tanhshrink", "hardtanh", "hardsigmoid", "hardswish", "mish", "logsigmoid", "hardshrink", "softshrink", "threshold", "glu"]
+ACTIVATIONS = [
+    "relu",
+    "relu6",
+    "silu",
+    "gelu",
+    "elu",
+    "selu",
+    "celu",
+    "leaky_relu",
+    "softplus",
+    "softsign",
+    "tanhshrink",
+    "hardtanh",
+    "hardsigmoid",
+    "hardswish",
+    "mish",
+    "logsigmoid",
+    "hardshrink",
+    "softshrink",
+    "threshold",
+    "glu",
+]
 ARGUMENTS = {"threshold": (0.1, 20.0)}
 for start in range(0, len(ACTIVATIONS), 5):
     names = ACTIVATIONS[start : start + 5]
@@ -70,7 +144,33 @@ for start in range(0, len(ACTIVATIONS), 5):
 case("pointwise", "gelu_tanh", lambda x: F.gelu(x, approximate="tanh"), normal(4, 8))
 case("pointwise", "prelu", lambda x, w: F.prelu(x, w), normal(4, 8, 2), positive(8))
 
-BINARY = ["add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "atan2", "pow", "hypot", "copysign", "logaddexp", "logaddexp2", "xlogy", "fmod", "remainder", "eq", "ne", "lt", "le", "gt", "ge", "nextafter", "rsub"]
+BINARY = [
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "maximum",
+    "minimum",
+    "fmax",
+    "fmin",
+    "atan2",
+    "pow",
+    "hypot",
+    "copysign",
+    "logaddexp",
+    "logaddexp2",
+    "xlogy",
+    "fmod",
+    "remainder",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "nextafter",
+    "rsub",
+]
 for start in range(0, len(BINARY), 6):
     group = [getattr(torch, name) for name in BINARY[start : start + 6]]
     case("pointwise", "_".join(BINARY[start : start + 6]), lambda x, y, group=group: [f(x, y) for f in group],
@@ -94,8 +194,17 @@ for name in ("logical_and", "logical_or", "logical_xor"):
 case("pointwise", "bitwise_not", torch.bitwise_not, whole(9, 4, 6))
 case("pointwise", "lerp", torch.lerp, normal(4, 6), normal(4, 6), normal(4, 6))
 case("pointwise", "lerp_number", lambda x, y: torch.lerp(x, y, 0.3), normal(4, 6), normal(4, 6))
-case("pointwise", "addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=0.5), normal(4, 6), normal(4, 6), normal(4, 6))
-case("pointwise", "addcdiv", lambda x, y, z: torch.addcdiv(x, y, z, value=0.5), normal(4, 6), normal(4, 6), positive(4, 6))
+case(
+    "pointwise", "addcmul", lambda x, y, z: torch.addcmul(x, y, z, value=0.5), normal(4, 6), normal(4, 6), normal(4, 6)
+)
+case(
+    "pointwise",
+    "addcdiv",
+    lambda x, y, z: torch.addcdiv(x, y, z, value=0.5),
+    normal(4, 6),
+    normal(4, 6),
+    positive(4, 6),
+)
 case("pointwise", "clamp", lambda x: x.clamp(-0.5, 0.7), normal(4, 6))
 case("pointwise", "clamp_min", lambda x: x.clamp_min(0.1), normal(4, 6))
 case("pointwise", "clamp_max", lambda x: x.clamp_max(0.1), normal(4, 6))
@@ -122,7 +231,20 @@ for dim in (0, -1, (0, 2), None):
         kwargs = {} if dim is None else {"dim": dim}
         case("reduction", f"{name}_{dim}", lambda x, n=name, k=kwargs: getattr(torch, n)(x, **k), normal(4, 6, 2))
 for keep in (False, True):
-    for name in ("sum", "prod", "max", "min", "cummax", "argmax", "argmin", "median", "all", "any", "logsumexp", "nansum"):
+    for name in (
+        "sum",
+        "prod",
+        "max",
+        "min",
+        "cummax",
+        "argmax",
+        "argmin",
+        "median",
+        "all",
+        "any",
+        "logsumexp",
+        "nansum",
+    ):
         if keep and name == "cummax":
             continue
         kwargs = {"keepdim": True} if keep else {}
@@ -164,18 +286,39 @@ case("softmax", "softmin", lambda x: F.softmin(x, dim=-1), normal(4, 8))
 for reduction in ("mean", "sum", "none"):
     r = {"reduction": reduction}
     case("loss", f"cross_entropy_{reduction}", lambda x, t, r=r: F.cross_entropy(x, t, **r), normal(4, 8), whole(8, 4))
-    case("loss", f"cross_entropy_2d_{reduction}", lambda x, t, r=r: F.cross_entropy(x, t, **r), normal(2, 8, 4), whole(8, 2, 4))
+    case(
+        "loss",
+        f"cross_entropy_2d_{reduction}",
+        lambda x, t, r=r: F.cross_entropy(x, t, **r),
+        normal(2, 8, 4),
+        whole(8, 2, 4),
+    )
     case("loss", f"cross_entropy_weight_{reduction}", lambda x, t, w, r=r: F.cross_entropy(x, t, weight=w, ignore_index=3, **r),
          normal(4, 8), torch.tensor([0, 3, 5, 3]), positive(8), constant=(2,))  # fmt: skip
     case("loss", f"mse_{reduction}", lambda x, t, r=r: F.mse_loss(x, t, **r), normal(4, 8), normal(4, 8))
     case("loss", f"l1_{reduction}", lambda x, t, r=r: F.l1_loss(x, t, **r), normal(4, 8), normal(4, 8))
     case("loss", f"huber_{reduction}", lambda x, t, r=r: F.huber_loss(x, t, **r), normal(4, 8), normal(4, 8))
     case("loss", f"smooth_l1_{reduction}", lambda x, t, r=r: F.smooth_l1_loss(x, t, **r), normal(4, 8), normal(4, 8))
-    case("loss", f"bce_{reduction}", lambda x, t, r=r: F.binary_cross_entropy(x, t, **r), positive(4, 8), positive(4, 8))
+    case(
+        "loss", f"bce_{reduction}", lambda x, t, r=r: F.binary_cross_entropy(x, t, **r), positive(4, 8), positive(4, 8)
+    )
     case("loss", f"bce_logits_{reduction}", lambda x, t, w, r=r: F.binary_cross_entropy_with_logits(x, t, pos_weight=w, **r),
          normal(4, 8), positive(4, 8), positive(8), constant=(2,))  # fmt: skip
-    case("loss", f"kl_div_{reduction}", lambda x, t, r=r: F.kl_div(x.log_softmax(-1), t, **r), normal(4, 8), positive(4, 8))
-    case("loss", f"soft_margin_{reduction}", lambda x, t, r=r: F.soft_margin_loss(x, t, **r), normal(4, 8), normal(4, 8), constant=(1,))
+    case(
+        "loss",
+        f"kl_div_{reduction}",
+        lambda x, t, r=r: F.kl_div(x.log_softmax(-1), t, **r),
+        normal(4, 8),
+        positive(4, 8),
+    )
+    case(
+        "loss",
+        f"soft_margin_{reduction}",
+        lambda x, t, r=r: F.soft_margin_loss(x, t, **r),
+        normal(4, 8),
+        normal(4, 8),
+        constant=(1,),
+    )
     case("loss", f"nll_{reduction}", lambda x, t, r=r: F.nll_loss(x, t, **r), normal(4, 8), whole(8, 4))
 case("loss", "cross_entropy_smooth", lambda x, t: F.cross_entropy(x, t, label_smoothing=0.1), normal(4, 8), whole(8, 4))
 case("loss", "cross_entropy_probs", lambda x, t: F.cross_entropy(x, t), normal(4, 8), positive(4, 8))
@@ -200,8 +343,16 @@ case("view", "unsqueeze", lambda x: x.unsqueeze(1), normal(4, 2))
 case("view", "expand", lambda x: x.expand(3, 4, 6), normal(4, 1))
 case("view", "expand_as", lambda x, y: x.expand_as(y) * y, normal(4, 1), normal(4, 6))
 case("view", "view_as_complex", lambda x: torch.view_as_complex(x).abs(), normal(4, 6, 2))
-case("view", "rope", lambda x, f: torch.view_as_real(torch.view_as_complex(x) * torch.polar(torch.ones_like(f), f)), normal(4, 6, 2), normal(6))
-case("view", "real_imag", lambda x: torch.view_as_complex(x).real * torch.view_as_complex(x).conj().imag, normal(4, 6, 2))
+case(
+    "view",
+    "rope",
+    lambda x, f: torch.view_as_real(torch.view_as_complex(x) * torch.polar(torch.ones_like(f), f)),
+    normal(4, 6, 2),
+    normal(6),
+)
+case(
+    "view", "real_imag", lambda x: torch.view_as_complex(x).real * torch.view_as_complex(x).conj().imag, normal(4, 6, 2)
+)
 case("view", "diagonal", lambda x: x.diagonal(0, 0, 1), normal(4, 4, 2))
 case("view", "unfold", lambda x: x.unfold(1, 3, 1), normal(4, 6))
 case("view", "numpy_T", lambda x: x.T, normal(4, 6))
@@ -284,16 +435,58 @@ case("index", "take_along_dim", lambda x, i: torch.take_along_dim(x, i, 1), norm
 case("index", "scatter", lambda x, i, v: x.scatter(1, i, v), normal(4, 8), torch.tensor([[0, 3]] * 4), normal(4, 2))
 case("index", "scatter_value", lambda x, i: x.scatter(1, i, 2.0), normal(4, 8), whole(8, 4, 2))
 case("index", "scatter_add", lambda x, i, v: x.scatter_add(1, i, v), normal(4, 8), whole(8, 4, 2), normal(4, 2))
-case("index", "scatter_add_zeros", lambda i, v: torch.zeros(4, 8, dtype=torch.float64).scatter_add(1, i, v), whole(8, 4, 2), normal(4, 2))
-case("index", "scatter_reduce", lambda x, i, v: x.scatter_reduce(1, i, v, "amax"), normal(4, 8), whole(8, 4, 2), normal(4, 2))
-case("index", "scatter_reduce_sum", lambda x, i, v: x.scatter_reduce(1, i, v, "sum"), normal(4, 8), whole(8, 4, 2), normal(4, 2))
+case(
+    "index",
+    "scatter_add_zeros",
+    lambda i, v: torch.zeros(4, 8, dtype=torch.float64).scatter_add(1, i, v),
+    whole(8, 4, 2),
+    normal(4, 2),
+)
+case(
+    "index",
+    "scatter_reduce",
+    lambda x, i, v: x.scatter_reduce(1, i, v, "amax"),
+    normal(4, 8),
+    whole(8, 4, 2),
+    normal(4, 2),
+)
+case(
+    "index",
+    "scatter_reduce_sum",
+    lambda x, i, v: x.scatter_reduce(1, i, v, "sum"),
+    normal(4, 8),
+    whole(8, 4, 2),
+    normal(4, 2),
+)
 case("index", "index_add", lambda x, i, v: x.index_add(0, i, v), normal(8, 6), whole(8, 4), normal(4, 6))
-case("index", "index_copy", lambda x, i, v: x.index_copy(0, i, v), normal(8, 6), torch.tensor([0, 5, 2, 3]), normal(4, 6))
+case(
+    "index", "index_copy", lambda x, i, v: x.index_copy(0, i, v), normal(8, 6), torch.tensor([0, 5, 2, 3]), normal(4, 6)
+)
 case("index", "index_fill", lambda x, i: x.index_fill(0, i, 2.0), normal(8, 6), whole(8, 4))
 case("index", "index_put", lambda x, i, v: x.index_put((i,), v), normal(8, 6), torch.tensor([0, 5, 2, 3]), normal(4, 6))
-case("index", "index_put_add", lambda x, i, v: x.index_put((i,), v, accumulate=True), normal(8, 6), whole(8, 4), normal(4, 6))
-case("index", "index_put_zeros", lambda i, v: torch.zeros(8, 6, dtype=torch.float64).index_put((i,), v, accumulate=True), whole(8, 4), normal(4, 6))
-case("index", "index_put_column", lambda x, i, v: x.index_put((torch.arange(4), i), v), normal(4, 8), whole(8, 4), normal(4))
+case(
+    "index",
+    "index_put_add",
+    lambda x, i, v: x.index_put((i,), v, accumulate=True),
+    normal(8, 6),
+    whole(8, 4),
+    normal(4, 6),
+)
+case(
+    "index",
+    "index_put_zeros",
+    lambda i, v: torch.zeros(8, 6, dtype=torch.float64).index_put((i,), v, accumulate=True),
+    whole(8, 4),
+    normal(4, 6),
+)
+case(
+    "index",
+    "index_put_column",
+    lambda x, i, v: x.index_put((torch.arange(4), i), v),
+    normal(4, 8),
+    whole(8, 4),
+    normal(4),
+)
 case("index", "embedding", lambda w, i: F.embedding(i, w), normal(8, 6), whole(8, 4, 2))
 case("index", "embedding_padding", lambda w, i: F.embedding(i, w, padding_idx=2), normal(8, 6), whole(8, 4, 2))
 case("index", "take", lambda x, i: torch.take(x, i), normal(4, 8), whole(32, 4))
@@ -330,7 +523,9 @@ case("matmul", "matmul_1_2", torch.matmul, normal(6), normal(6, 8))
 case("matmul", "matmul_3_1", torch.matmul, normal(2, 4, 6), normal(6))
 case("matmul", "linear", F.linear, normal(2, 4, 6), normal(8, 6), normal(8))
 case("matmul", "bilinear", F.bilinear, normal(4, 6), normal(4, 2), normal(8, 6, 2))
-case("matmul", "addmm", lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), normal(4, 8), normal(4, 6), normal(6, 8))
+case(
+    "matmul", "addmm", lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2), normal(4, 8), normal(4, 6), normal(6, 8)
+)
 case("matmul", "baddbmm", torch.baddbmm, normal(2, 4, 8), normal(2, 4, 6), normal(2, 6, 8))
 case("matmul", "addmv", torch.addmv, normal(4), normal(4, 6), normal(6))
 case("matmul", "addbmm", torch.addbmm, normal(4, 8), normal(2, 4, 6), normal(2, 6, 8))
@@ -351,9 +546,18 @@ case("matmul", "cdist_like", lambda x, y: (x[:, None] - y[None]).square().sum(-1
 case("conv", "conv1d", lambda x, w, b: F.conv1d(x, w, b, padding=1), normal(2, 4, 6), normal(8, 4, 3), normal(8))
 case("conv", "conv1d_stride", lambda x, w: F.conv1d(x, w, stride=2, dilation=2), normal(2, 4, 8), normal(8, 4, 3))
 case("conv", "conv1d_groups", lambda x, w, b: F.conv1d(x, w, b, groups=2), normal(2, 4, 6), normal(8, 2, 3), normal(8))
-case("conv", "conv1d_depthwise", lambda x, w, b: F.conv1d(x, w, b, groups=4, padding=2), normal(2, 4, 6), normal(4, 1, 3), normal(4))
+case(
+    "conv",
+    "conv1d_depthwise",
+    lambda x, w, b: F.conv1d(x, w, b, groups=4, padding=2),
+    normal(2, 4, 6),
+    normal(4, 1, 3),
+    normal(4),
+)
 case("conv", "conv2d", lambda x, w, b: F.conv2d(x, w, b), normal(2, 4, 6, 4), normal(8, 4, 3, 2), normal(8))
-case("conv", "conv_transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b), normal(2, 4, 6), normal(4, 8, 3), normal(8))
+case(
+    "conv", "conv_transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b), normal(2, 4, 6), normal(4, 8, 3), normal(8)
+)
 
 # --- writes on intermediates -----------------------------------------------------------------------------------
 

@@ -119,9 +119,7 @@ class Builder:
         else:
             lead = self.draw(st.integers(0, len(shape)))
             y = self.input([n if self.draw(st.booleans()) else 1 for n in shape[lead:]])
-        name, f = self.pick(
-            [("add", torch.add), ("mul", torch.mul), ("sub", torch.sub), ("maximum", torch.maximum)]
-        )
+        name, f = self.pick([("add", torch.add), ("mul", torch.mul), ("sub", torch.sub), ("maximum", torch.maximum)])
         self.step(name, [x, y], f)
 
     def where(self) -> None:

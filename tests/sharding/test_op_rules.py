@@ -145,3 +145,23 @@ def test_debug_print_prints_the_whole_value_once(capsys):
     assert capsys.readouterr().out == "sum 6.0\n"
     with pytest.raises(ft.FunctitanError, match=r"debug_print.*needs a dim whole"):
         ft.compile(lambda x: (ft.debug.print("{}", x), x)[1], mesh=MESH).lower(x)
+
+
+# --- found by the property tests -------------------------------------------------------------------------------
+
+
+def test_a_dim_that_an_op_makes_whole_is_not_made_split_on_demand():
+    """The gradient of x[1] of a cotangent that can be made in any layout; the sum with a split gradient asked for one."""
+    x = torch.arange(6.0, dtype=torch.float64)
+
+    def f(x):
+        return (x * x).sum() + x.select(0, 1) * 3
+
+    got = ft.compile(ft.grad(f), mesh=MESH, conflicts="auto")(ft.device_put(x, P("a"), MESH))
+    torch.testing.assert_close(got.full(), ft.grad(f)(x))
+
+
+def test_a_number_is_not_added_once_per_rank():
+    x = ft.device_put(torch.arange(8.0).reshape(2, 4), P("a", None), MESH)
+    y = ft.compile(lambda x: x.sum(0) + 2, mesh=MESH)(x)
+    torch.testing.assert_close(y, x.full().sum(0) + 2)
