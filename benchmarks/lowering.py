@@ -15,8 +15,10 @@ from functitan.train.abstract import lower_step
 
 
 def lowered(name: str, mesh: dict[str, int], layers: int | None = None) -> int:
-    """Trace and lower a recipe's train step; the number of its nodes."""
+    """Trace and lower a recipe's train step, one sequence per rank at least; the number of its nodes."""
     recipe = load_recipe(name)
+    rows = mesh["data"] * mesh["fsdp"]
+    recipe = recipe.replace(data=dataclasses.replace(recipe.data, batch=max(recipe.data.batch, rows)))
     if layers is not None:
         recipe = recipe.replace(model=dataclasses.replace(recipe.model, layers=layers))
     return lower_step(with_mesh(recipe, mesh).textless_task()).nodes()
