@@ -558,6 +558,21 @@ case("conv", "conv2d", lambda x, w, b: F.conv2d(x, w, b), normal(2, 4, 6, 4), no
 case(
     "conv", "conv_transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b), normal(2, 4, 6), normal(4, 8, 3), normal(8)
 )
+for name, f in {
+    "inv": torch.linalg.inv,
+    "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + 4 * torch.eye(4, dtype=x.dtype)),
+    "det": torch.linalg.det,
+    "slogdet": lambda x: torch.linalg.slogdet(x)[1],
+    "qr": torch.linalg.qr,
+    "eigh": lambda x: torch.linalg.eigh(x + x.mT)[0],
+    "svdvals": torch.linalg.svdvals,
+    "solve": lambda x: torch.linalg.solve(x, x.mT),
+    "solve_triangular": lambda x: torch.linalg.solve_triangular(
+        x.tril() + 4 * torch.eye(4, dtype=x.dtype), x, upper=False
+    ),
+}.items():
+    case("linalg", name, f, normal(2, 4, 4))
+case("linalg", "cross", torch.linalg.cross, normal(4, 3), normal(4, 3))
 
 # --- writes on intermediates -----------------------------------------------------------------------------------
 
