@@ -2,6 +2,7 @@
 
 from functitan.optim.adamw import AdamWState, adamw
 from functitan.optim.clip import ClipState, SkipState, clip_by_global_norm, global_norm, skip_nonfinite
+from functitan.optim.partition import Labels, PartitionState, label_tree, masked, masks, partition, table
 from functitan.optim.schedule import warmup_stable_decay
 from functitan.optim.transform import GradientTransformation, Schedule, apply_updates, chain
 
@@ -9,6 +10,8 @@ __all__ = [
     "AdamWState",
     "ClipState",
     "GradientTransformation",
+    "Labels",
+    "PartitionState",
     "Schedule",
     "SkipState",
     "adamw",
@@ -16,6 +19,11 @@ __all__ = [
     "chain",
     "clip_by_global_norm",
     "global_norm",
+    "label_tree",
+    "masked",
+    "masks",
+    "partition",
     "skip_nonfinite",
+    "table",
     "warmup_stable_decay",
 ]
