@@ -73,7 +73,9 @@ class Param:
 class Annotator(Protocol):
     """What the tracer provides while it traces; see ``functitan.compiler.trace``."""
 
-    def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor: ...
+    def constrain(self, x: torch.Tensor, spec: Any, pending: Any, what: str = "") -> torch.Tensor: ...
+
+    def constrain_like(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor: ...
 
     def checkpoint_name(self, x: torch.Tensor, name: str) -> torch.Tensor: ...
 
@@ -104,13 +106,16 @@ def activate(annotator: Annotator | None) -> Iterator[None]:
         _active.reset(token)
 
 
-def constrain(x: torch.Tensor, spec: Any, pending: str | tuple[str, ...] | None = None) -> torch.Tensor:
+def constrain(
+    x: torch.Tensor, spec: Any, pending: str | tuple[str, ...] | None = None, *, what: str = ""
+) -> torch.Tensor:
     """State that from here on ``x`` has this spec; an identity on plain tensors.
 
     Args:
         x: a tensor of any shape and dtype.
         spec: a tuple with one logical axis name or None per dim, or a PartitionSpec of mesh axes.
         pending: mesh axes over which the value may stay a pending sum; otherwise it is settled here.
+        what: how errors name the value; by default by its type and the line.
 
     Returns:
         A tensor of the same shape and dtype. Its gradient takes the operand's dual layout.
@@ -119,7 +124,32 @@ def constrain(x: torch.Tensor, spec: Any, pending: str | tuple[str, ...] | None 
     torch.Size([2, 3])
     """
     annotator = _active.get()
-    return x if annotator is None else annotator.constrain(x, spec, pending)
+    return x if annotator is None else annotator.constrain(x, spec, pending, what)
+
+
+def constrain_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """State that ``x`` lies as ``like`` does, without pending sums; an identity on plain tensors.
+
+    It is for what was moved and goes back, such as an update to where its parameter is stored, in code that does not
+    know the layout.
+
+    Args:
+        x: a tensor of any dtype.
+        like: a tensor of the same shape.
+
+    Raises:
+        ShardingError: the shapes differ.
+
+    >>> constrain_like(torch.ones(2), torch.zeros(2))
+    tensor([1., 1.])
+    """
+    if x.shape != like.shape:
+        raise ShardingError(
+            f"constrain_like was given values of shapes {tuple(x.shape)} and {tuple(like.shape)}; a layout is shared by "
+            "values of one shape. Write ft.constrain(x, spec) for another."
+        )
+    annotator = _active.get()
+    return x if annotator is None else annotator.constrain_like(x, like)
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:

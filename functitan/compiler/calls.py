@@ -32,7 +32,7 @@ def constrain(p: Propagator, node: fx.Node) -> Value:
     v = p.env[nodes.args(node)[0]]
     asked = json.loads(str(nodes.args(node)[1]))
     line = node.meta.get("line")
-    where = f"constrain of {messages.shown(v, None)}" + (f" at {line}" if line else "")
+    where = asked["what"] or f"constrain of {messages.shown(v, None)}" + (f" at {line}" if line else "")
     if "axes" in asked:
         if p.ctx.rules is None:
             raise ShardingError(messages.no_rules(asked["axes"], line))
@@ -44,14 +44,14 @@ def constrain(p: Propagator, node: fx.Node) -> Value:
     have = v.layout.pending if v.layout is not None else ()
     layout = replace(layout, pending=tuple(a for a in layout.pending if a in have))
     text = asked.get("axes", asked.get("mesh"))
-    local = p.read(v, layout, f"constrain({', '.join(str(t) for t in text)})")
+    local = p.read(v, layout, asked["what"] or f"constrain({', '.join(str(t) for t in text)})")
     return p.value(v.type, layout, local)
 
 
 def constrain_like(p: Propagator, node: fx.Node) -> Value:
     v, like = (p.env[a] for a in nodes.args(node))
     layout = (like.layout or like.preferred or replicated(v.type.shape)).dual()
-    local = p.read(v, layout, "gradient of constrain")
+    local = p.read(v, layout, "gradient of constrain" if node.meta.get("backward") else "constrain_like")
     return p.value(v.type, layout, local)
 
 

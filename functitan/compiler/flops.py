@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from functitan.ops import attention, grouped_mm  # noqa: F401 (register their ops)
+from functitan.ops.newton_schulz import newton_schulz_flops
 
 aten = torch.ops.aten
 _own = torch.ops.functitan
@@ -45,6 +46,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     # Rows times one group's matrix each: groups do not matter.
     _own.grouped_mm.default: lambda out, x, w, *_: 2 * math.prod(x) * w[-1],
     _own.grouped_mm_dw.default: lambda out, x, dy, *_: 2 * math.prod(x) * dy[-1],
+    _own.newton_schulz.default: lambda out, x, abc, eps: newton_schulz_flops(x, len(abc) // 3),
     _own.attention.default: lambda out, q, k, v, *_: _attention(q, k, v, products_qk=1, products_v=1),
     # Logits again, gradients of q and k; gradients of probabilities and of v.
     _own.attention_backward.default: lambda out, grad, grad_lse, q, k, v, *_: _attention(

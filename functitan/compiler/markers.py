@@ -44,7 +44,7 @@ _define("scan_backward(Tensor token, Tensor[] cotangents, str body, int length) 
 
 ops = torch.ops.functitan
 #: What is the identity on values where nothing compiles.
-IDENTITIES = {ops.constrain.default, ops.use_param.default, ops.checkpoint_name.default}
+IDENTITIES = {ops.constrain.default, ops.constrain_like.default, ops.use_param.default, ops.checkpoint_name.default}
 
 
 def is_marker(op: Any) -> bool:
@@ -86,7 +86,7 @@ torch.library.register_autograd("functitan::param_gradient", lambda ctx, g: (g, 
 torch.library.register_autograd("functitan::checkpoint_name", lambda ctx, g: (g, None), lib=_LIB)
 
 
-def encode_spec(spec: Any, pending: Any, ndim: int) -> str:
+def encode_spec(spec: Any, pending: Any, ndim: int, what: str = "") -> str:
     """A constrain's spec as text: logical names to be resolved by rules, or mesh axes.
 
     Raises:
@@ -114,7 +114,7 @@ def encode_spec(spec: Any, pending: Any, ndim: int) -> str:
             "None for a whole one."
         )
     pend = [pending] if isinstance(pending, str) else list(pending or ())
-    return json.dumps({"mesh" if mesh else "axes": entries, "pending": pend})
+    return json.dumps({"mesh" if mesh else "axes": entries, "pending": pend, "what": what})
 
 
 @torch.library.register_fake("functitan::region", lib=_LIB)

@@ -110,8 +110,11 @@ class TracingAnnotator:
         self._places = itertools.count()
         self._used: dict[int, torch.Tensor] = {}
 
-    def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor:
-        return markers.ops.constrain(x, markers.encode_spec(spec, pending, x.ndim))
+    def constrain(self, x: torch.Tensor, spec: Any, pending: Any, what: str = "") -> torch.Tensor:
+        return markers.ops.constrain(x, markers.encode_spec(spec, pending, x.ndim, what))
+
+    def constrain_like(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return markers.ops.constrain_like(x, like)
 
     def checkpoint_name(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return markers.ops.checkpoint_name(x, name)

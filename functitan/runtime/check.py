@@ -230,7 +230,10 @@ class _GradientTap:
         self.found: list[torch.Tensor | None] = []
         self._used: dict[int, torch.Tensor] = {}
 
-    def constrain(self, x: torch.Tensor, spec: Any, pending: Any) -> torch.Tensor:
+    def constrain(self, x: torch.Tensor, spec: Any, pending: Any, what: str = "") -> torch.Tensor:
+        return x
+
+    def constrain_like(self, x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return x
 
     def checkpoint_name(self, x: torch.Tensor, name: str) -> torch.Tensor:

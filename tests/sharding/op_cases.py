@@ -12,6 +12,7 @@ import functitan as ft
 from functitan.ops.attention import attention
 from functitan.ops.embedding import embedding
 from functitan.ops.grouped_mm import grouped_mm
+from functitan.optim.newton_schulz import newton_schulz
 
 _generator = torch.Generator().manual_seed(0)
 
@@ -632,4 +633,5 @@ case("ours", "sdpa", lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_
      normal(2, 4, 4, 6), normal(2, 4, 4, 6), normal(2, 4, 4, 6))  # fmt: skip
 case("ours", "embedding", lambda w, i: embedding(i, w), normal(8, 6), whole(8, 4, 2))
 case("ours", "grouped_mm", lambda x, w: grouped_mm(x, w, torch.tensor([2, 2, 5, 6])), normal(8, 4), normal(4, 4, 6))
+case("ours", "newton_schulz", lambda x: newton_schulz(x.detach(), dtype=torch.float64), normal(4, 3, 6), constant=(0,))
 case("ours", "bernoulli", lambda x: x * ft.random.bernoulli(ft.random.key(1), 0.5, x.shape), normal(4, 6))

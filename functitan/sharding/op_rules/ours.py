@@ -9,6 +9,7 @@ import torch
 
 from functitan import debug as _debug  # noqa: F401 (registers the ops)
 from functitan.ops import grouped_mm as _grouped_mm  # noqa: F401
+from functitan.ops import newton_schulz as _newton_schulz  # noqa: F401
 from functitan.ops import threefry as _threefry  # noqa: F401
 from functitan.sharding.layout import Layout
 from functitan.sharding.op_rules.base import Call, Equation, Rule, parse, rule
@@ -33,6 +34,12 @@ def grouped_mm(call: Call) -> Rule:
 @rule(_ops.grouped_mm_dw.default)
 def grouped_mm_dw(call: Call) -> Rule:
     return parse("_k,_f,_->_kf", call, linear=_EACH)
+
+
+@rule(_ops.newton_schulz.default)
+def newton_schulz(call: Call) -> Rule:
+    """Matrices are whole, a batch of them may be split."""
+    return parse("...__->...__", call)
 
 
 @rule(_ops.debug_print.default)
