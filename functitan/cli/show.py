@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from functitan.recipes.base import Recipe
 
 
 def show(
@@ -18,6 +21,7 @@ def show(
         list[str] | None,
         typer.Option("--set", metavar="PATH=VALUE", help="Set any field, such as rules.mlp=none."),
     ] = None,
+    optim: Annotated[bool, typer.Option("--optim", help="Show which optimizer rule steps each parameter.")] = False,
 ) -> None:
     """List a recipe's parameters and how they lie over the mesh."""
     from functitan import tree
@@ -30,6 +34,9 @@ def show(
 
     chosen = chosen_recipe(recipe, mesh=mesh, set_=set_)
     declared = chosen.family.declare(chosen.model)
+    if optim:
+        _show_optim(chosen, declared)
+        return
     grid = abstract_mesh(mesh_axes(chosen.mesh, chosen.rules))
     rows: list[tuple[object, ...]] = [("parameter", "shape", "dtype", "logical axes", "spec", "per rank")]
     arrays = tree.leaves(abstract_init(declared, grid, chosen.rules))
@@ -49,3 +56,17 @@ def show(
     where = ", ".join(f"{a}={n}" for a, n in chosen.mesh.items()) or "one device"
     typer.echo(f"{chosen.name} on {where}\n\n{columns(rows, right=(5,), width=terminal_width())}\n")
     typer.echo(f"{human_count(count)} parameters ({count:,}), {held} per rank")
+
+
+def _show_optim(recipe: Recipe, declared: Any) -> None:
+    """Which rule steps each leaf, and how much each rule steps."""
+    from functitan import tree
+    from functitan.columns import human_count
+    from functitan.optim import label_tree, table
+
+    counts: dict[str, int] = {}
+    labels = recipe.optim.labels()
+    for p, label in zip(tree.leaves(declared), tree.leaves(label_tree(declared, labels)), strict=True):
+        counts[label] = counts.get(label, 0) + math.prod(p.shape)
+    typer.echo(f"{recipe.name}\n\n{table(declared, labels)}\n")
+    typer.echo(", ".join(f"{label}: {human_count(n)} parameters ({n:,})" for label, n in counts.items()))

@@ -12,7 +12,7 @@ import torch
 from functitan import optim
 from functitan.data import Corpus, CorpusSource, blank_corpus, load_corpus
 from functitan.errors import ConfigError
-from functitan.optim import GradientTransformation
+from functitan.optim import GradientTransformation, Labels, Schedule
 from functitan.optim.schedule import Decay
 from functitan.remat_policies import (
     Policy,
@@ -72,16 +72,27 @@ class OptimConfig:
 
     def build(self, steps: int) -> GradientTransformation:
         """The step rule for a run of so many steps; steps with a gradient that is not finite are skipped."""
-        schedule = optim.warmup_stable_decay(
-            self.lr,
+        return optim.skip_nonfinite(self.adamw(steps), self.max_norm)
+
+    def labels(self) -> Labels:
+        """Which rule steps each leaf, by patterns for paths; see :func:`functitan.optim.partition`."""
+        return [("*", "adamw")]
+
+    def schedule(self, peak: float, steps: int) -> Schedule:
+        """The rate over a run of so many steps, with this peak."""
+        return optim.warmup_stable_decay(
+            peak,
             steps,
             self.warmup,
             decay_ratio=self.decay_ratio,
             decay=self.decay,
             min_factor=self.min_factor,
         )
-        rule = optim.adamw(schedule, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)
-        return optim.skip_nonfinite(rule, self.max_norm)
+
+    def adamw(self, steps: int) -> GradientTransformation:
+        """AdamW under the schedule."""
+        rate = self.schedule(self.lr, steps)
+        return optim.adamw(rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)
 
     def metrics(self, state: optim.SkipState) -> dict[str, torch.Tensor]:
         """What the rule's state says of the last step."""

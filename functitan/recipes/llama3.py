@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
 from functitan.nn.models import llama3
 from functitan.recipes.base import DataConfig, Family, OptimConfig, Recipe
+from functitan.recipes.muon import MuonConfig
 from functitan.sharding import Rules
 from functitan.train import RunConfig
 
@@ -47,6 +48,15 @@ def debug() -> Recipe:
         optim=OptimConfig(lr=3e-3, warmup=40, decay_ratio=0.5, decay="linear", min_factor=0.05),
         data=DataConfig(batch=8, seq=64, validation_batches=32),
         run=RunConfig(steps=500, log_every=1),
+    )
+
+
+def debug_muon() -> Recipe:
+    """The same with Muon for the matrices of its layers; float32 iterations, as bfloat16 is slow on CPUs."""
+    adamw = debug()
+    same = {f.name: getattr(adamw.optim, f.name) for f in fields(adamw.optim)}
+    return adamw.replace(
+        name="llama3-debug-muon", optim=MuonConfig(**same, muon_lr=adamw.optim.lr, ns_dtype=torch.float32)
     )
 
 

@@ -29,6 +29,7 @@ class Entry(NamedTuple):
 _LLAMA3 = "functitan.recipes.llama3:"
 RECIPES: dict[str, Entry] = {
     "llama3-debug": Entry(_LLAMA3 + "debug", "6M parameters on real text in minutes, on a laptop's CPU"),
+    "llama3-debug-muon": Entry(_LLAMA3 + "debug_muon", "the same, its matrices stepped by Muon"),
     "llama3-1b": Entry(_LLAMA3 + "llama3_1b", "Llama 3.2 1B, tied embeddings"),
     "llama3-3b": Entry(_LLAMA3 + "llama3_3b", "Llama 3.2 3B, tied embeddings"),
     "llama3-8b": Entry(_LLAMA3 + "llama3_8b", "Llama 3.1 8B, FSDP"),

@@ -1,0 +1,90 @@
+"""The recipe with Muon: who steps what, what its optimizer sends, and that it trains alike on a mesh."""
+
+import io
+import sys
+
+import pytest
+
+from functitan.cli.main import main
+from functitan.data import load_corpus
+from functitan.errors import ShardingError
+from functitan.recipes import load_recipe, override
+from functitan.train import Progress, train
+from functitan.train.abstract import lower_step
+
+TINY = [
+    "model.dim=16",
+    "model.layers=2",
+    "model.heads=2",
+    "model.kv_heads=2",
+    "model.mlp_dim=32",
+    "model.vocab=260",
+    "data.batch=4",
+    "data.seq=8",
+    "data.validation_batches=1",
+    "run.steps=3",
+    "run.sample_tokens=2",
+    "optim.warmup=1",
+]
+MATRICES = ("wq", "wk", "wv", "wo", "gate", "up", "down")
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return override(load_recipe("llama3-debug-muon"), [*TINY, f"run.dir={tmp_path / 'run'}"])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(40):
+        (folder / f"file{i}.py").write_text(f"def f{i}(x):\n    return x + {i}\n" * 5)
+    return load_corpus(folder)
+
+
+def test_it_is_the_debug_recipe_with_another_rule_for_matrices():
+    mine, other = load_recipe("llama3-debug-muon"), load_recipe("llama3-debug")
+    assert mine.replace(name=other.name, optim=other.optim) == other
+    assert mine.optim.schedule(1.0, 500) and mine.optim.lr == other.optim.lr
+
+
+def test_show_prints_the_rule_of_each_leaf(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["functitan", "show", "llama3-debug-muon", "--optim"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rules = {row[0]: row[2] for row in rows if len(row) == 3}
+    assert stop.value.code == 0
+    assert {path for path, rule in rules.items() if rule == "muon"} == {f"layers/{m}" for m in MATRICES}
+    others = {"tok_embeddings", "head", "norm", "layers/attn_norm", "layers/mlp_norm"}
+    assert {path for path, rule in rules.items() if rule == "adamw"} == others
+
+
+def test_it_learns(recipe, corpus):
+    chosen = override(recipe, ["run.steps=20", "optim.lr=0.02", "optim.muon_lr=0.02"])
+    done = train(chosen.task(corpus), progress=Progress(20, io.StringIO()))
+    assert done.last_loss < done.first_loss - 1
+
+
+def test_three_steps_on_one_device_and_on_a_mesh(recipe, corpus, tmp_path):
+    losses = []
+    for i, mesh in enumerate([[], ["mesh.fsdp=2", "simulate=true"]]):
+        chosen = override(recipe, [f"run.dir={tmp_path / str(i)}", *mesh])
+        done = train(chosen.task(corpus), progress=Progress(3, io.StringIO()))
+        losses.append(done.last_loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_optimizer_moves_each_matrix_there_and_back_and_gathers_none(recipe):
+    program = lower_step(override(recipe, ["mesh.fsdp=2"]).textless_task())
+    moved = program.collectives().of(kind="all_to_all", axes=("fsdp",))
+    assert moved.runs == 2 * len(MATRICES)
+    own = [c for c in program.collectives() if c.line.startswith(("muon.py", "newton_schulz.py"))]
+    assert {c.kind for c in own} == {"all_to_all"}
+
+
+def test_layers_that_do_not_divide_can_be_gathered(recipe):
+    odd = override(recipe, ["mesh.fsdp=4"])
+    with pytest.raises(ShardingError, match=r"leaf layers/down(.|\n)*its 2 matrices(.|\n)*fsdp=4"):
+        lower_step(odd.textless_task())
+    assert lower_step(override(odd, ["optim.layout=gathered"]).textless_task()).collectives()
