@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from functitan.sharding.array import Array, array_from_process_local, device_put
     from functitan.sharding.logical import Rules
     from functitan.sharding.mesh import Mesh, abstract_mesh, make_mesh
+    from functitan.sharding.shard_map import axis_index, axis_size, shard_map
     from functitan.sharding.visualize import visualize
     from functitan.train.init import abstract_init, init
 
@@ -55,6 +56,7 @@ _HOME = {
     "functitan.sharding.array": ("Array", "array_from_process_local", "device_put"),
     "functitan.sharding.logical": ("Rules",),
     "functitan.sharding.mesh": ("Mesh", "abstract_mesh", "make_mesh"),
+    "functitan.sharding.shard_map": ("axis_index", "axis_size", "shard_map"),
     "functitan.sharding.visualize": ("visualize",),
     "functitan.train.init": ("abstract_init", "init"),
 }
@@ -74,6 +76,8 @@ __all__ = [
     "abstract_init",
     "abstract_mesh",
     "array_from_process_local",
+    "axis_index",
+    "axis_size",
     "check",
     "checkpoint_name",
     "compile",
@@ -95,6 +99,7 @@ __all__ = [
     "remat",
     "save_only_these_names",
     "scan",
+    "shard_map",
     "sharding",
     "stop_gradient",
     "tree",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -174,6 +175,24 @@ class DTensorPropagation:
 def register_group(name: str, group: object) -> None:
     """Make a process group known to functional collectives under a name."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def placeholder_group(size: int) -> Any:
+    """A process group with a size, which sends nothing and needs no default group."""
+    return torch.distributed.ProcessGroup(0, size)  # pyright: ignore[reportCallIssue]
+
+
+def unregister_group(name: str) -> None:
+    """Forget a registered process group."""
+    torch._C._distributed_c10d._unregister_process_group(name)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def quiet_warnings() -> Iterator[None]:
+    """Without warnings of libraries that call each other's deprecated functions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 class MissingCompilerError(Exception):

@@ -87,6 +87,8 @@ class Annotator(Protocol):
 
     def use_params(self, params: Any, pending: tuple[str, ...]) -> Any: ...
 
+    def local_map(self, local: Any, args: tuple[Any, ...]) -> Any: ...
+
 
 _active: contextvars.ContextVar[Annotator | None] = contextvars.ContextVar("annotator", default=None)
 

@@ -172,7 +172,7 @@ class Emitter:
         return self._join(out, between, move.after, move.axes, move.source)
 
     def _collective(self, move: Move, target: Any, x: fx.Node, *args: Any) -> fx.Node:
-        node = self.call(target, self._contiguous(x), *args)
+        node = self.call(target, self.contiguous(x), *args)
         node.meta["collective"] = move
         return self.call(c10d.wait_tensor.default, node)
 
@@ -184,13 +184,14 @@ class Emitter:
         boolean = val.dtype == torch.bool
         if boolean:  # no reduction of booleans in gloo or NCCL
             x = self.call(aten._to_copy.default, x, dtype=torch.uint8)
-        node = self.call(c10d.all_reduce.default, self._contiguous(x), how, group(axes))
+        node = self.call(c10d.all_reduce.default, self.contiguous(x), how, group(axes))
         node.meta["collective"] = Move("all_reduce", axes, layout, layout, 0, -1, nbytes)
         out = self.call(c10d.wait_tensor.default, node)
         return self.call(aten._to_copy.default, out, dtype=torch.bool) if boolean else out
 
-    def _contiguous(self, x: fx.Node) -> fx.Node:
-        # Collectives read memory in order; a strided or expanded operand would send other values.
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        """A value in memory order, as collectives read it."""
+        # A strided or expanded operand would send other values.
         if x.meta["val"].is_contiguous():
             return x
         return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)

@@ -18,8 +18,8 @@ from functitan.errors import ShardingError, TraceError
 if TYPE_CHECKING:
     from functitan.compiler.region import Body
 
-#: Bodies of regions and scans that graphs refer to by key.
-BODIES: weakref.WeakValueDictionary[str, Body] = weakref.WeakValueDictionary()
+#: Bodies of regions, scans and shard_maps that graphs refer to by key.
+BODIES: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 _LIB = torch.library.Library("functitan", "FRAGMENT")
 
@@ -41,6 +41,8 @@ _define("region(Tensor[] inputs, str body) -> Tensor[]")
 _define("region_backward(Tensor token, Tensor[] cotangents, str body) -> Tensor[]")
 _define("scan(Tensor[] carry, Tensor[] xs, Tensor[] consts, str body, int length) -> Tensor[]")
 _define("scan_backward(Tensor token, Tensor[] cotangents, str body, int length) -> Tensor[]")
+_define("local_map(Tensor[] inputs, str body) -> Tensor[]")
+_define("local_map_backward(Tensor token, Tensor[] cotangents, str body) -> Tensor[]")
 
 ops = torch.ops.functitan
 #: What is the identity on values where nothing compiles.
@@ -117,11 +119,13 @@ def encode_spec(spec: Any, pending: Any, ndim: int, what: str = "") -> str:
     return json.dumps({"mesh" if mesh else "axes": entries, "pending": pend, "what": what})
 
 
+@torch.library.register_fake("functitan::local_map", lib=_LIB)
 @torch.library.register_fake("functitan::region", lib=_LIB)
 def _region_fake(inputs: Sequence[torch.Tensor], body: str) -> list[torch.Tensor]:
     return [*_outputs(BODIES[body], None), _token()]
 
 
+@torch.library.register_fake("functitan::local_map_backward", lib=_LIB)
 @torch.library.register_fake("functitan::region_backward", lib=_LIB)
 def _region_backward_fake(token: Any, cotangents: Sequence[torch.Tensor], body: str) -> list[torch.Tensor]:
     b = BODIES[body]
@@ -202,5 +206,5 @@ def no_vmap(*_: Any) -> Any:
     )
 
 
-for _name in ("constrain", "use_param", "region", "scan"):
+for _name in ("constrain", "use_param", "region", "scan", "local_map"):
     torch.library.register_vmap(f"functitan::{_name}", no_vmap, lib=_LIB)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from functitan import _torch
 from functitan.compiler import markers
+from functitan.compiler.local import LocalBody
 from functitan.compiler.region import Body
 from functitan.compiler.trace import Traced
 
@@ -24,10 +27,19 @@ def to_float64(traced: Traced) -> Traced:
 
     Bodies of regions and scans are rewritten with it, under keys of their own.
     """
-    bodies = {}
+    bodies: dict[str, Any] = {}
     for key, body in traced.bodies.items():
+        if isinstance(body, LocalBody):
+            bodies[f"{key}_f64"] = body.widened(f"{key}_f64", _wide)
+            continue
         wide = Body(
-            f"{body.key}_f64", body.name, body.remat, body.n_inputs, body.n_carry, body.n_xs, _graph(traced, body.graph)
+            f"{body.key}_f64",
+            body.name,
+            body.remat,
+            body.n_inputs,
+            body.n_carry,
+            body.n_xs,
+            graph_to_float64(body.graph, traced.fake_mode, traced.bodies),
         )
         wide.out_tree = body.out_tree
         wide.output_types = [(s, _wide(d)) for s, d in body.output_types]
@@ -36,23 +48,24 @@ def to_float64(traced: Traced) -> Traced:
         markers.BODIES[wide.key] = wide
         bodies[wide.key] = wide
         assert key == body.key
-    return replace(traced, graph=_graph(traced, traced.graph), bodies=bodies)
+    return replace(traced, graph=graph_to_float64(traced.graph, traced.fake_mode, traced.bodies), bodies=bodies)
 
 
-def _graph(traced: Traced, graph: fx.Graph) -> fx.Graph:
+def graph_to_float64(graph: fx.Graph, mode: _torch.FakeTensorMode, bodies: Container[str] = ()) -> fx.Graph:
+    """A graph in float64; the bodies that it calls get the keys of the wide ones."""
     made = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
 
     def argument(a: Any) -> Any:
         if isinstance(a, torch.dtype):
             return _wide(a)
-        if isinstance(a, str) and a in traced.bodies:
+        if isinstance(a, str) and a in bodies:
             return f"{a}_f64"
         return a
 
     def value(v: Any) -> Any:
         if isinstance(v, torch.Tensor):
-            with traced.fake_mode:
+            with mode:
                 return torch.empty(v.shape, dtype=_wide(v.dtype))
         return type(v)(value(x) for x in v) if isinstance(v, list | tuple) else v
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from functitan.compiler import calls, messages, nodes
+from functitan.compiler import calls, local_calls, messages, nodes
 from functitan.compiler.applying import Applier
 from functitan.compiler.reading import Context, Env
 from functitan.compiler.values import Value
@@ -45,7 +45,7 @@ class Propagator(Applier):
         try:
             return self.call(node)
         except ShardingError as e:
-            if node.target in calls.BODIES:
+            if node.target in calls.BODIES or node.target in local_calls.HANDLERS:
                 raise  # no stand-in for what its backward needs, and the message has a body's problems already
             self.refused.append(str(e))
             val = nodes.value(node)
@@ -70,7 +70,7 @@ class Propagator(Applier):
         """Lower one call."""
         if node.target is operator.getitem:
             return self.env[nodes.args(node)[0]][nodes.args(node)[1]]
-        handler = calls.HANDLERS.get(node.target)
+        handler = calls.HANDLERS.get(node.target) or local_calls.HANDLERS.get(node.target)
         if handler is not None:
             return handler(self, node)
         call, operands = self.describe(node)

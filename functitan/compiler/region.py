@@ -20,8 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from functitan import _torch, tree
 from functitan.compiler import markers
+from functitan.compiler.local import LocalBody, LocalCall, local_body
 from functitan.compiler.trace import Traced, make_graph
 from functitan.errors import TraceError
+from functitan.sharding.shard_map import LocalFunction
 
 _numbers = itertools.count()
 Type = tuple[tuple[int, ...], torch.dtype]
@@ -107,6 +109,7 @@ class TracingAnnotator:
         self._traced = traced
         self._swaps: list[dict[int, tuple[torch.Tensor, torch.Tensor]]] = []
         self._seen: dict[Any, tuple[Body, list[int], Any]] = {}
+        self._local: dict[Any, tuple[LocalBody, Any]] = {}  # the function is kept: keys may hold ids
         self._places = itertools.count()
         self._used: dict[int, torch.Tensor] = {}
 
@@ -187,6 +190,21 @@ class TracingAnnotator:
                 )
         outs = markers.Call.apply(body, length, *carry, *rows, *captured)
         return tree.unflatten(body.out_tree, outs)
+
+    def local_map(self, local: LocalFunction, args: tuple[Any, ...]) -> Any:
+        if _torch.inside_functorch():
+            markers.no_vmap()
+        args = tree.map(self._swap, args)
+        leaves, in_tree = tree.flatten(args)
+        types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves if isinstance(t, torch.Tensor))
+        specs = (repr(local.in_specs), repr(local.out_specs))
+        key = ("local", _signed(local.f)[0], local.name, specs, in_tree, types, torch.is_grad_enabled())
+        if key not in self._local:
+            self._local[key] = (local_body(local, args, self._traced.fake_mode), local.f)
+            body = self._local[key][0]
+            self._traced.bodies[body.key] = body
+        body = self._local[key][0]
+        return tree.unflatten(body.out_tree, LocalCall.apply(body, *leaves))
 
     def _swap(self, value: Any) -> Any:
         for swaps in self._swaps:

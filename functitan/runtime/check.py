@@ -34,6 +34,8 @@ from functitan.sharding.array import Array, assemble, local_part
 from functitan.sharding.layout import Layout, replicated
 from functitan.sharding.logical import Rules
 from functitan.sharding.mesh import Mesh
+from functitan.sharding.shard_map import LocalFunction
+from functitan.sharding.shard_map import plain as plain_shard_map
 
 #: Units in the last place, relative to the largest element, within which another order of rounding stays.
 _PLAIN_ULPS = 2**10
@@ -250,6 +252,9 @@ class _GradientTap:
     def _inside(self, f: Callable[..., Any], carry: Any, x: Any) -> Any:
         with activate(self):
             return f(carry, x)
+
+    def local_map(self, local: LocalFunction, args: tuple[Any, ...]) -> Any:
+        return plain_shard_map(local, args)
 
     def use_params(self, params: Any, pending: tuple[str, ...]) -> Any:
         def tap(p: torch.Tensor) -> torch.Tensor:
