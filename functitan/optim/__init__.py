@@ -1,12 +1,16 @@
 """Optimizers as pure transformations of gradients."""
 
-from functitan.optim.adamw import AdamWState, adamw
+from functitan.optim.adamw import AdamWState, adam, adamw
 from functitan.optim.blocks import Blocks
-from functitan.optim.clip import ClipState, SkipState, clip_by_global_norm, global_norm, skip_nonfinite
+from functitan.optim.clip import ClipState, SkipState, clip_by_global_norm, clip_by_value, global_norm, skip_nonfinite
+from functitan.optim.ema import EmaState, ema_params, with_ema
+from functitan.optim.lion import LionState, lion
+from functitan.optim.master import MasterState, with_master
 from functitan.optim.muon import MuonState, muon
 from functitan.optim.newton_schulz import Coefficients, newton_schulz
 from functitan.optim.partition import Labels, PartitionState, label_tree, masked, masks, partition, table
-from functitan.optim.schedule import warmup_stable_decay
+from functitan.optim.schedule import constant, cosine, piecewise, warmup_stable_decay
+from functitan.optim.sgd import SgdState, sgd
 from functitan.optim.transform import GradientTransformation, Schedule, apply_updates, chain
 
 __all__ = [
@@ -14,24 +18,38 @@ __all__ = [
     "Blocks",
     "ClipState",
     "Coefficients",
+    "EmaState",
     "GradientTransformation",
     "Labels",
+    "LionState",
+    "MasterState",
     "MuonState",
     "PartitionState",
     "Schedule",
+    "SgdState",
     "SkipState",
+    "adam",
     "adamw",
     "apply_updates",
     "chain",
     "clip_by_global_norm",
+    "clip_by_value",
+    "constant",
+    "cosine",
+    "ema_params",
     "global_norm",
     "label_tree",
+    "lion",
     "masked",
     "masks",
     "muon",
     "newton_schulz",
     "partition",
+    "piecewise",
+    "sgd",
     "skip_nonfinite",
     "table",
     "warmup_stable_decay",
+    "with_ema",
+    "with_master",
 ]

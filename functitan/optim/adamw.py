@@ -89,5 +89,20 @@ def adamw(
     return GradientTransformation(init, update)
 
 
+def adam(lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+    """``-lr * mu_hat / (sqrt(nu_hat) + eps)``: Adam (Kingma and Ba 2015, arXiv:1412.6980), which is
+    :func:`adamw` without decay.
+
+    Returns:
+        A transformation with the state :class:`AdamWState`, whose ``weight_decay`` is 0.
+
+    >>> rule = adam(0.1)
+    >>> params = {"w": torch.tensor(1.0)}
+    >>> rule.update({"w": torch.tensor(5.0)}, rule.init(params), params)[0]
+    {'w': tensor(-0.1000)}
+    """
+    return adamw(lr, b1=b1, b2=b2, eps=eps, weight_decay=0.0, decay=lambda path: False)
+
+
 def _zeros(p: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from functitan import tree
+from functitan.errors import ArgumentError
 from functitan.optim.transform import GradientTransformation, PyTree
 
 
@@ -59,6 +60,28 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         return tree.map(lambda g: g * scale.to(g.dtype), grads), ClipState(norm)
 
     return GradientTransformation(init, update)
+
+
+def clip_by_value(limit: float) -> GradientTransformation:
+    """Bring every element into [-limit, limit]; NaN stays NaN.
+
+    It changes the direction of the gradient, which :func:`clip_by_global_norm` does not.
+
+    Raises:
+        ArgumentError: a limit that is not above 0.
+
+    >>> rule = clip_by_value(1.0)
+    >>> grads = {"w": torch.tensor([-3.0, 0.5])}
+    >>> rule.update(grads, rule.init(grads), grads)[0]
+    {'w': tensor([-1.0000,  0.5000])}
+    """
+    if not limit > 0:
+        raise ArgumentError(f"clip_by_value was given limit={limit}; every gradient would be 0. Write one above 0.")
+
+    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+        return tree.map(lambda g: g.clamp(-limit, limit), grads), state
+
+    return GradientTransformation(lambda params: (), update)
 
 
 @tree.dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -68,6 +70,72 @@ def warmup_stable_decay(
         return peak * factor
 
     return rate
+
+
+def constant(rate: float, warmup: int = 0) -> Schedule:
+    """Linear warmup to a rate that stays; step i of the warmup has factor (i + 1) / warmup.
+
+    Raises:
+        ConfigError: a negative length.
+
+    >>> [float(constant(1.0, warmup=4)(torch.tensor(i))) for i in (0, 1, 3, 1000)]
+    [0.25, 0.5, 1.0, 1.0]
+    """
+    _check(1, warmup, None, "linear", 0.0)
+
+    def at(step: torch.Tensor) -> torch.Tensor:
+        return rate * ((step.to(torch.float32) + 1) / max(warmup, 1)).clamp(max=1.0)
+
+    return at
+
+
+def cosine(peak: float, steps: int, warmup: int = 0, *, min_factor: float = 0.0) -> Schedule:
+    """Linear warmup, then half a cosine down to ``min_factor * peak`` (Loshchilov and Hutter 2017,
+    arXiv:1608.03983): :func:`warmup_stable_decay` without a plateau.
+
+    Raises:
+        ConfigError: as :func:`warmup_stable_decay`.
+
+    >>> [round(float(cosine(1.0, steps=4)(torch.tensor(i))), 3) for i in range(5)]
+    [1.0, 0.854, 0.5, 0.146, 0.0]
+    """
+    return warmup_stable_decay(peak, steps, warmup, decay="cosine", min_factor=min_factor)
+
+
+def piecewise(points: Sequence[tuple[int, float]], *, interpolate: bool = True) -> Schedule:
+    """Rates at given steps, and straight lines between them, or with ``interpolate=False`` each until the next.
+
+    Before the first point the rate is the first one's, after the last the last one's.
+
+    Args:
+        points: pairs of step and rate, with steps that increase.
+
+    Raises:
+        ConfigError: no points, or steps that do not increase.
+
+    >>> rate = piecewise([(0, 0.0), (2, 1.0), (6, 0.5)])
+    >>> [float(rate(torch.tensor(i))) for i in (0, 1, 2, 4, 9)]
+    [0.0, 0.5, 1.0, 0.75, 0.5]
+    """
+    steps = [step for step, _ in points]
+    if not points or any(b <= a for a, b in itertools.pairwise(steps)):
+        raise ConfigError(
+            f"piecewise was given points at steps {listed(steps)}; write one or more (step, rate) with steps that "
+            "increase."
+        )
+
+    def at(step: torch.Tensor) -> torch.Tensor:
+        now = step.to(torch.float32)
+        rate = torch.full_like(now, points[0][1])
+        for (start, low), (end, high) in itertools.pairwise(points):
+            if interpolate:
+                share = ((now - start) / (end - start)).clamp(0.0, 1.0)
+                rate = torch.where(now >= start, low + share * (high - low), rate)
+            else:
+                rate = torch.where(now >= end, high, rate)
+        return rate
+
+    return at
 
 
 def _check(steps: int, warmup: int, decay_ratio: float | None, decay: str, min_factor: float) -> None:

@@ -1,0 +1,82 @@
+"""Stochastic gradient descent with momentum (Polyak 1964; Nesterov's form of Sutskever et al. 2013)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from functitan import tree
+from functitan.errors import ArgumentError
+from functitan.optim.transform import GradientTransformation, PyTree, Schedule
+
+
+@tree.dataclass
+class SgdState:
+    """The state of :func:`sgd`.
+
+    Attributes:
+        step: 0-d int64, the updates made.
+        lr, momentum, weight_decay: 0-d float32; ``lr`` is under a schedule the rate of the last update. Setting one
+            changes the next update without a recompilation.
+        mu: the momentum in the structure of the parameters, at least float32; None without momentum.
+    """
+
+    step: torch.Tensor
+    lr: torch.Tensor
+    momentum: torch.Tensor
+    weight_decay: torch.Tensor
+    mu: Any
+
+
+def sgd(
+    lr: float | Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+) -> GradientTransformation:
+    """``-lr * m`` with ``m <- momentum * m + g``, as ``torch.optim.SGD`` without dampening.
+
+    Args:
+        lr: the learning rate, or a schedule of the 0-d int64 step, which counts from 0.
+        momentum: 0 for none, and no state for it.
+        nesterov: ``-lr * (g + momentum * m)`` instead.
+        weight_decay: ``weight_decay * p`` is added to the gradient (an L2 penalty, not a decoupled decay).
+
+    Returns:
+        A transformation with the state :class:`SgdState`; updates are at least float32.
+
+    Raises:
+        ArgumentError: Nesterov without momentum.
+
+    >>> rule = sgd(0.5, momentum=0.5)
+    >>> params = {"w": torch.tensor(1.0)}
+    >>> updates, state = rule.update(params, rule.init(params), params)
+    >>> updates["w"], rule.update(params, state, params)[0]["w"]
+    (tensor(-0.5000), tensor(-0.7500))
+    """
+    if nesterov and not momentum:
+        raise ArgumentError("sgd(nesterov=True) has momentum=0.0, and looks ahead along it. Write momentum=0.9.")
+
+    def init(params: PyTree) -> SgdState:
+        leaves = tree.leaves(params)
+        device = leaves[0].device if leaves else None
+        number = lambda value: torch.full((), value, dtype=torch.float32, device=device)  # noqa: E731
+        step = torch.zeros((), dtype=torch.int64, device=device)
+        rate = lr(step) if callable(lr) else number(lr)
+        mu = tree.map(lambda p: torch.zeros_like(p, dtype=_wide(p)), params) if momentum else None
+        return SgdState(step, rate, number(momentum), number(weight_decay), mu)
+
+    def update(grads: PyTree, state: SgdState, params: PyTree) -> tuple[PyTree, SgdState]:
+        tree.check_same_structure(grads, params, ("grads", "params"))
+        rate = lr(state.step) if callable(lr) else state.lr
+        full = tree.map(lambda g, p: g.to(_wide(p)) + state.weight_decay * p.to(_wide(p)), grads, params)
+        mu, direction = state.mu, full
+        if momentum:
+            mu = tree.map(lambda m, g: state.momentum * m + g, state.mu, full)
+            direction = tree.map(lambda m, g: g + state.momentum * m, mu, full) if nesterov else mu
+        updates = tree.map(lambda d: -rate * d, direction)
+        return updates, SgdState(state.step + 1, rate, state.momentum, state.weight_decay, mu)
+
+    return GradientTransformation(init, update)
+
+
+def _wide(p: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(p.dtype, torch.float32)
