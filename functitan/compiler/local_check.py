@@ -42,10 +42,14 @@ def check_types(
     if not live:
         return  # every type is right on one device
     with mode:
-        values = [torch.empty(tuple(s), dtype=d) for s, d in zip(shapes, body.input_dtypes, strict=True)]
+        # What gets a gradient is part of the check: I and V mix only where no gradient reaches the I.
+        values = [
+            torch.empty(tuple(s), dtype=d).requires_grad_(n)
+            for s, d, n in zip(shapes, body.input_dtypes, body.needs, strict=True)
+        ]
         coordinates = {a: torch.empty((), dtype=torch.int64) for a in live}
     # The checker's mode must not see an active fake mode; ops on fake tensors find theirs by themselves.
-    with _spmd.groups(axes), torch.no_grad(), _spmd.typecheck(), activate_body(body, axes, coordinates):
+    with _spmd.groups(axes), torch.enable_grad(), _spmd.typecheck(), activate_body(body, axes, coordinates):
         for x, bound in zip(values, body.inputs, strict=True):
             assert_type(x, {a: _input_type(bound, a) for a in live})
         for axis, x in coordinates.items():

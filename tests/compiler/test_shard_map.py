@@ -266,6 +266,19 @@ def test_a_nonlinear_op_of_a_pending_sum_names_the_axis() -> None:
     assert "axis tensor" in text and "all_reduce(tensor, tensor, src=P, dst=I)" in text
 
 
+def test_an_invariant_that_needs_a_gradient_does_not_mix_with_varying() -> None:
+    """Its gradient would miss the other ranks' parts; without a derivative the same body is fine."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * spmd.all_reduce(x.sum(), "tensor", src=V, dst=I)
+
+    f = ft.shard_map(body, in_specs=P("tensor"), out_specs=P("tensor"))
+    mesh = mesh_of({"tensor": 2})
+    assert_same(ft.compile(f, mesh=mesh)(randn(4)), f(randn(4)))
+    with pytest.raises(ft.FunctitanError, match="Invariant type on axis tensor cannot mix"):
+        ft.compile(ft.grad(lambda x: f(x).sum()), mesh=mesh).lower(randn(4))
+
+
 def test_an_unknown_axis() -> None:
     text = refused(lambda x: spmd.all_reduce(x, "tensr", src=V, dst=I), P(None, None))
     assert 'unknown mesh axis "tensr"' in text and 'Did you mean "tensor"?' in text
