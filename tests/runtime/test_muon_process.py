@@ -1,0 +1,12 @@
+"""Muon on gloo processes equals Muon on one device bit for bit: only matrices move."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.runtime.gloo import run_ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_processes_give_the_bits_of_one_device(ranks: int) -> None:
+    run_ranks(ranks, "tests.runtime.ranks_muon", str(ranks), limit=120.0)
