@@ -7,8 +7,9 @@ backward jointly.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 
 from functitan import _spmd, _torch, tree
-from functitan.compiler import markers
+from functitan.compiler import markers, source
 from functitan.compiler.trace import make_graph
 from functitan.errors import TraceError
 from functitan.sharding.mesh import Mesh
@@ -127,7 +128,7 @@ def local_body(local: LocalFunction, args: tuple[Any, ...], mode: _torch.FakeTen
     )
     with _torch.outside_trace(mode), torch.set_grad_enabled(torch.is_grad_enabled()), one_device(body.name):
         inputs = [_fresh(tuple(t.shape), t.dtype, n) for t, n in zip(leaves, body.needs, strict=True)]
-        with _Foreign(body.name, inputs):
+        with _Foreign(body.name, inputs), _said_of_one_device(body.name):
             outs = flat(*inputs)
         live = [o for o in outs if o.requires_grad]
         wanted = [i for i, n in enumerate(body.needs) if n]
@@ -150,6 +151,23 @@ def local_body(local: LocalFunction, args: tuple[Any, ...], mode: _torch.FakeTen
             body.gradient_types.append((tuple(g.shape), g.dtype))
     markers.BODIES[body.key] = body
     return body
+
+
+@contextlib.contextmanager
+def _said_of_one_device(name: str) -> Iterator[None]:
+    """Errors of torch say what shapes the body saw."""
+    try:
+        yield
+    except _torch.DATA_DEPENDENT_ERRORS:
+        raise
+    except RuntimeError as e:
+        if source.raised_by_user(e.__traceback__):
+            raise
+        raise TraceError(
+            f"{source.at(source.line_of(e.__traceback__))}shard_map({name}): with every axis of size 1, where a body is a "
+            f"function of global tensors, torch refuses this line: {str(e).strip().rstrip('.')}. Write sizes that depend on "
+            "the mesh by ft.axis_size(axis)."
+        ) from None
 
 
 class _Foreign(_torch.TorchDispatchMode):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from spmd_types.runtime import assert_type
-from spmd_types.types import I, P, R, V
+from spmd_types.types import I, P, R, SpmdTypeError, V
 
 from functitan import _spmd, _torch
 from functitan.compiler import source
@@ -84,7 +84,14 @@ def _refused(body: LocalBody, e: Exception, mesh: Mesh, line: source.SourceLine 
         except ShardingError as said:
             return f"{where}{said}"
         return where + unnamed(body.name, name, [a for a, _ in body.axes(mesh)])
-    return f"{where}shard_map({body.name}): spmd_types refuses this line: {str(e).strip()}"
+    said = str(e).strip() or type(e).__name__
+    if isinstance(e, SpmdTypeError):
+        hint = "\nA tensor that the body closes over has no type; pass it as an argument." if "missing axis" in said else ""
+        return f"{where}shard_map({body.name}): spmd_types refuses this line: {said}{hint}"
+    return (
+        f"{where}shard_map({body.name}): this line cannot run on local shapes: {said}. Write sizes that depend on the mesh "
+        "by ft.axis_size(axis)."
+    )
 
 
 def _output(

@@ -293,6 +293,20 @@ def test_sizes_written_as_numbers() -> None:
     assert "the body gives local shape (2, 2)" in text and "never as numbers" in text
 
 
+    text = refused(lambda x: x.reshape(2, 4), P(None, "tensor"))
+    assert "cannot run on local shapes" in text and "ft.axis_size" in text
+
+
+def test_factories_in_a_body() -> None:
+    """What every rank makes alike is R and needs no type."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(4) + torch.zeros(4) + torch.ones_like(x) - torch.full((4,), 2.0)
+
+    f = ft.shard_map(body, in_specs=P("tensor", None), out_specs=P("tensor", None))
+    assert_same(ft.compile(f, mesh=mesh_of({"tensor": 2}))(randn(4, 4)), f(randn(4, 4)))
+
+
 def test_closing_over_a_tensor() -> None:
     w = randn(4)
 
