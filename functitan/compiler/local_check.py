@@ -86,7 +86,11 @@ def _refused(body: LocalBody, e: Exception, mesh: Mesh, line: source.SourceLine 
         return where + unnamed(body.name, name, [a for a, _ in body.axes(mesh)])
     said = str(e).strip() or type(e).__name__
     if isinstance(e, SpmdTypeError):
-        hint = "\nA tensor that the body closes over has no type; pass it as an argument." if "missing axis" in said else ""
+        hint = (
+            "\nA tensor that the body closes over has no type; pass it as an argument."
+            if "missing axis" in said
+            else ""
+        )
         return f"{where}shard_map({body.name}): spmd_types refuses this line: {said}{hint}"
     return (
         f"{where}shard_map({body.name}): this line cannot run on local shapes: {said}. Write sizes that depend on the mesh "

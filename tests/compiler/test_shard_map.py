@@ -292,7 +292,6 @@ def test_sizes_written_as_numbers() -> None:
     text = refused(lambda x: x[:, :2], P(None, "tensor"))
     assert "the body gives local shape (2, 2)" in text and "never as numbers" in text
 
-
     text = refused(lambda x: x.reshape(2, 4), P(None, "tensor"))
     assert "cannot run on local shapes" in text and "ft.axis_size" in text
 
