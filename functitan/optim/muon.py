@@ -120,8 +120,8 @@ def muon(
         blocks: by glob for the path, the blocks that a leaf is made of; each is a matrix of its own.
         layout, axes: as above; mesh axes, major to minor.
         wire_dtype: what is moved is cast to it before, both ways; by default ``ns_dtype``, which loses nothing.
-        as_torch: round as torch's two in-place writes do: parameters after ``apply_updates`` then equal
-            ``torch.optim.Muon``'s bit for bit on CPU. Updates are float64 then.
+        as_torch: round as torch's in-place writes do, eager or compiled: parameters after ``apply_updates`` and the
+            momentum then equal ``torch.optim.Muon``'s bit for bit on CPU. Updates are float64 then.
 
     Returns:
         A transformation with the state :class:`MuonState`; updates have the momentum's dtype.
@@ -169,10 +169,11 @@ def muon(
         tree.check_same_structure(grads, params, ("grads", "params"))
         _check_leaves(params, declared, block_of, stacked=bool(axes))
         rate = lr(state.step).to(torch.float64) if callable(lr) else state.lr
-        mu = tree.map(lambda m, g: torch.lerp(m, g.to(m.dtype), (1 - state.momentum).to(m.dtype)), state.mu, grads)
+        blend = _fused_lerp if as_torch else torch.lerp
+        mu = tree.map(lambda m, g: blend(m, g.to(m.dtype), (1 - state.momentum).to(m.dtype)), state.mu, grads)
 
         def leaf_update(path: str, g: torch.Tensor, m: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-            u = torch.lerp(g.to(m.dtype), m, state.momentum.to(m.dtype)) if nesterov else m
+            u = blend(g.to(m.dtype), m, state.momentum.to(m.dtype)) if nesterov else m
             direction = orthogonalized(path, u)
             size = rate * scale_of(p, block_of(path), factor)
             if as_torch:
@@ -187,6 +188,17 @@ def muon(
         return updates, MuonState(state.step + 1, rate, state.weight_decay, state.momentum, mu)
 
     return GradientTransformation(init, update)
+
+
+def _fused_lerp(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``torch.lerp`` as its CPU kernel rounds it: the difference, then one fused multiply-add.
+
+    A product of two float32 values is exact in float64, so no compiler can contract it to other bits.
+    """
+    difference = (b - a).double()
+    near = a.double() + weight.double() * difference
+    far = b.double() - (1 - weight).double() * difference
+    return torch.where(weight < 0.5, near, far).to(a.dtype)
 
 
 def _check_settings(scale: str, layout: str | None, axes: Sequence[str]) -> None:

@@ -36,13 +36,13 @@ def stepped(rule):
     return step
 
 
-def run_on(rule, mesh, specs=SPECS):
+def run_on(rule, mesh, specs=SPECS, backend="eager"):
     """Parameters and state after all steps, compiled for a mesh."""
     first, *grads = trees()
     put = lambda values: {k: ft.device_put(x, specs[k], mesh) for k, x in values.items()}  # noqa: E731
     params = put(first)
     state = ft.compile(rule.init, mesh=mesh)(params)
-    step = ft.compile(stepped(rule), mesh=mesh)
+    step = ft.compile(stepped(rule), mesh=mesh, backend=backend)
     for g in grads:
         params, state = step(put(g), state, params)
     if mesh.size > 1:
