@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+# The __future__ feature would otherwise stand where the submodule of that name belongs.
+del annotations
+
 if TYPE_CHECKING:
     from spmd_types.types import PartitionSpec as P
 

@@ -67,7 +67,28 @@ class Applier(Reader, ABC):
             return self.inline(node, eq.otherwise, operands)
         if solution.conflicts:
             self.conflict(node, call, operands, layouts, solution)
+        elif free := self._free_dims(call, operands, eq, solution):
+            made = Value(call.outputs[0], solution.outputs[0], free=free, settled_only=True)
+            made.make = lambda layout: self._emit_for(call, operands, eq, layout)
+            self.values.append(made)
+            return made
         return self._emit(call, operands, eq, solution, node)
+
+    def _free_dims(self, call: Call, operands: list[Value], eq: Equation, solution: Solution) -> frozenset[int]:
+        """The dims of the result that no operand fixes: made by each reader as it wants them, never whole and sliced."""
+        out = solution.outputs[0]
+        if len(call.outputs) != 1 or eq.emit is not None or eq.refs or out.pending or out.active:
+            return frozenset()
+        kept = {label for label in eq.outputs[0] if isinstance(label, str)}
+        fixed: set[str] = {"_"}
+        for v, labels in zip(operands, eq.inputs, strict=True):
+            if any(isinstance(label, tuple) or (label is not None and label not in kept) for label in labels):
+                return frozenset()
+            if v.layout is not None:
+                fixed |= {label for d, label in enumerate(labels) if isinstance(label, str) and d not in v.free}
+        if "_" in kept or any(isinstance(label, tuple) for label in eq.outputs[0]):
+            return frozenset()
+        return frozenset(d for d, label in enumerate(eq.outputs[0]) if label is not None and label not in fixed)
 
     def _as_read(self, v: Value, eq: Equation) -> Layout | None:
         """The layout in which an op sees an operand: a stored parameter in use is gathered first."""
@@ -263,6 +284,9 @@ class Applier(Reader, ABC):
                 canonical([n]) if s is None else own.dims[s] for n, s in zip(typ.shape, found.source, strict=True)
             )
             made.layout = Layout(dims, own.pending)
+            made.free = frozenset(
+                d for d, s in enumerate(found.source) if typ.shape[d] != 1 and (s is None or s in v.free)
+            )
             self.values.append(made)
         return made
 

@@ -106,7 +106,7 @@ class Reader:
                 return node
         gather = bool(v.layout is not None and v.layout.active)
         self.emitter.origin = replace(origin, why=why or origin.why, param=v.param or origin.param, gather=gather)
-        if v.make is not None and not (layout.pending and v.layout is None):
+        if v.make is not None and not (layout.pending and (v.layout is None or v.settled_only)):
             node = v.make(layout)
         else:
             node = self._move(v, layout, again)
@@ -116,7 +116,7 @@ class Reader:
         return node
 
     def _move(self, v: Value, layout: Layout, again: bool) -> fx.Node:
-        if v.make is not None and v.layout is None:
+        if v.make is not None and (v.layout is None or v.settled_only):
             start = layout.settled()
             options = {start: self.read(v, start)}
         else:

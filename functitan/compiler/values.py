@@ -22,6 +22,9 @@ class Value:
             in it), so that each rank makes only its part.
         versions: the local nodes by layout.
         make: makes the local node for a layout, where that is cheaper than resharding.
+        free: dims that ``make`` can split in any way at no cost, of a value that has a layout: no operand has them, as
+            the vocabulary in ``arange(V) == labels[..., None]``. What is pointwise in such values stays so.
+        settled_only: whether ``make`` makes no pending sums.
         preferred: the layout that a value without one takes where nothing asks for another.
         source: the global node, for the decision where a pending sum is resolved.
         param: the path of the parameter that this is, or is a cast or slice of.
@@ -34,6 +37,8 @@ class Value:
     layout: Layout | None
     versions: dict[tuple[Layout, bool], fx.Node] = field(default_factory=dict)
     make: Callable[[Layout], fx.Node] | None = None
+    free: frozenset[int] = frozenset()
+    settled_only: bool = False
     preferred: Layout | None = None
     source: fx.Node | None = None
     param: str = ""

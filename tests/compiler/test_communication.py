@@ -128,6 +128,15 @@ def test_loss_parallel_head_gathers_no_logits() -> None:
     assert [(c.kind, c.backward) for c in own] == [("all_reduce", False)] * 3
 
 
+def test_a_split_vocabulary_is_nowhere_whole() -> None:
+    """Neither logits nor the mask that finds the label's logit, forward and backward: each rank makes its part."""
+    s = setup({"tensor": 4}, layers=LAYERS, vocab=96)
+    program = ft.compile(s.step, mesh=s.mesh, rules=s.rules).lower(s.state, s.batch)
+    shapes = {tuple(n.meta["val"].shape) for n in program.graph.nodes if hasattr(n.meta.get("val"), "shape")}
+    assert any(shape[-1:] == (96 // 4,) for shape in shapes)
+    assert not [shape for shape in shapes if len(shape) == 3 and shape[-1] == 96]
+
+
 def test_size_one_axes_send_nothing() -> None:
     s = setup({}, layers=LAYERS)
     assert not sent(s)

@@ -109,9 +109,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     grads = {"a": torch.tensor([1.0, bad, 1.0]), "b": torch.ones(2)}
     updates, new = rule.update(grads, state, params)
     assert all(not u.any() for u in tree.leaves(updates))
-    assert all(
-        torch.equal(n, o) for n, o in zip(tree.leaves(new.inner), tree.leaves(state.inner), strict=True)
-    )
+    assert all(torch.equal(n, o) for n, o in zip(tree.leaves(new.inner), tree.leaves(state.inner), strict=True))
     assert int(new.skipped) == 1 and not math.isfinite(float(new.norm))
 
 
