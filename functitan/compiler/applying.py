@@ -296,12 +296,16 @@ class Applier(Reader, ABC):
         self, node: fx.Node, call: Call, operands: list[Value], layouts: list[Layout | None], solution: Solution
     ) -> None:
         """An op's operands cannot all keep their layouts: an error in forward, a noted choice elsewhere."""
-        text = messages.conflict(call, operands, layouts, solution, self.sizes, node.meta.get("line"))
-        self.overrule(node, text)
+        line, settled = node.meta.get("line"), not self._asks(node)
+        self.overrule(node, messages.conflict(call, operands, layouts, solution, self.sizes, line, settled=settled))
+
+    def _asks(self, node: fx.Node) -> bool:
+        """Whether the user is asked: in forward, where they can act, unless they said not to."""
+        return self.ctx.conflicts == "error" and not node.meta.get("backward")
 
     def overrule(self, node: fx.Node, text: str) -> None:
         """Note a choice; where the user can act on it and was promised to be asked, it is a problem."""
-        if self.ctx.conflicts == "error" and not node.meta.get("backward"):
+        if self._asks(node):
             self.problems.append(text)
         else:
             self.choices.append((str(node.meta.get("line") or ""), text))

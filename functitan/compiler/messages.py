@@ -43,8 +43,10 @@ def conflict(
     solution: Solution,
     sizes: dict[str, int],
     line: SourceLine | None,
+    *,
+    settled: bool = False,
 ) -> str:
-    """Operands that cannot keep their layouts, with the constrain that settles it and what it moves."""
+    """Operands that cannot keep their layouts: what to write, or when it is ``settled``, what becomes of them."""
     rows = [f"{at(line)}{name_of(call)}: " + "; ".join(c.what for c in solution.conflicts) + "."]
     involved = {i for c in solution.conflicts for i in c.operands}
     for i, (v, have, want) in enumerate(zip(operands, layouts, solution.operands, strict=True)):
@@ -53,8 +55,10 @@ def conflict(
         row = f"    operand {i}: {shown(v, have)}"
         if have.dims != want.dims:
             moved = reshard.cost(reshard.plan(have, want, sizes, v.type.dtype.itemsize))
-            row += f"; would become {want} ({human(moved)} sent per rank)"
+            row += f"; {'becomes' if settled else 'would become'} {want} ({human(moved)} sent per rank)"
         rows.append(row)
+    if settled:
+        return "\n".join(rows)
     changed = [
         (i, want)
         for i, (have, want) in enumerate(zip(layouts, solution.operands, strict=True))
