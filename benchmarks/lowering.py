@@ -1,6 +1,6 @@
 """Trace and lower: does the time grow with depth, and how long does the largest recipe take?
 
-    python -m benchmarks.lowering
+python -m benchmarks.lowering
 """
 
 from __future__ import annotations

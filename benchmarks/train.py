@@ -1,6 +1,6 @@
 """How long a newcomer waits: the debug recipe from its first step to the saved parameters, as ``make train`` runs it.
 
-    python -m benchmarks.train
+python -m benchmarks.train
 """
 
 from __future__ import annotations

@@ -88,9 +88,7 @@ def test_second_derivatives_differentiate_the_rules():
 def test_second_derivative_by_autograd_itself_is_refused():
     x = X.clone().requires_grad_()
     out = _make()(x, Y).sum()
-    with pytest.raises(
-        GradientError, match=r"autograd itself was asked for a second derivative.*Nest ft.grad"
-    ):
+    with pytest.raises(GradientError, match=r"autograd itself was asked for a second derivative.*Nest ft.grad"):
         torch.autograd.grad(out, x, create_graph=True)
 
 

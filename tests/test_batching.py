@@ -34,9 +34,7 @@ def test_axes():
     assert torch.equal(product, (X * W * 2).T) and torch.equal(y, X)
     assert torch.equal(vmap(lambda x: x.sum(), in_axes=1)(X), X.sum(0))
     assert torch.equal(vmap(lambda x, y: x * y, in_axes=(0, {"k": None}["k"]))(X, W), X * W)
-    assert torch.equal(
-        vmap(lambda p: p["x"] * p["w"], in_axes=({"x": 0, "w": None},))({"x": X, "w": W}), X * W
-    )
+    assert torch.equal(vmap(lambda p: p["x"] * p["w"], in_axes=({"x": 0, "w": None},))({"x": X, "w": W}), X * W)
     assert torch.equal(vmap(lambda x, *, w: x * w, in_axes=0)(X, w=torch.ones(2)), X)
 
 

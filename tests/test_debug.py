@@ -15,9 +15,7 @@ torch.set_num_threads(1)
 
 
 def test_prints_at_once(capsys):
-    debug.print(
-        "loss {l:.3f} of {} {{braces}} {x.shape} {n:>3}", "it", l=torch.tensor(0.5), x=torch.ones(2), n=7
-    )
+    debug.print("loss {l:.3f} of {} {{braces}} {x.shape} {n:>3}", "it", l=torch.tensor(0.5), x=torch.ones(2), n=7)
     assert capsys.readouterr().out == "loss 0.500 of it {braces} torch.Size([2])   7\n"
     debug.print("{0} {1} {0}", torch.tensor(1), {"b": "{}"})
     assert capsys.readouterr().out == "1 {'b': '{}'} 1\n"

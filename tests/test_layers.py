@@ -60,6 +60,4 @@ def test_imports_point_downwards(path):
 def test_package_files_only_re_export(path):
     for node in ast.parse(path.read_text()).body:
         plain = isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign)
-        assert plain or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)), (
-            f"{path}: {node}"
-        )
+        assert plain or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)), f"{path}: {node}"

@@ -66,9 +66,7 @@ def test_numbers_of_jax():
     )
     close(random.uniform(k, (3,), minval=-2.0, maxval=3.0), [0.4435478448, 1.3989858627, 1.0813574790])
     close(random.normal(k, (3,)), [-0.02830461598992743, 0.4671318531036377, 0.2957029640674591])
-    close(
-        random.normal(k, (3,), torch.float64), [-0.18471174528191162, -2.169824560397754, 0.18693555179382582]
-    )
+    close(random.normal(k, (3,), torch.float64), [-0.18471174528191162, -2.169824560397754, 0.18693555179382582])
     close(random.truncated_normal(k, -1.0, 2.0, (3,)), [0.14770005643, 0.56844490766, 0.42102551460])
     close(random.gumbel(k, (3,)), [0.3340933918952942, 0.952019453048706, 0.7255305647850037])
     assert random.bernoulli(k, 0.3, (12,)).nonzero().flatten().tolist() == [6]
@@ -182,9 +180,7 @@ def test_float32_uniform_has_23_bits():
 
 
 def test_normal_quantile_is_accurate():
-    p = torch.cat(
-        [torch.logspace(-300, -1, 300, dtype=torch.float64), torch.linspace(0.1, 0.999, 300).double()]
-    )
+    p = torch.cat([torch.logspace(-300, -1, 300, dtype=torch.float64), torch.linspace(0.1, 0.999, 300).double()])
     ours = normal_quantile(p - 0.5, torch.where(p < 0.5, p, 1.0 - p))
     exact = torch.tensor([statistics.NormalDist().inv_cdf(float(x)) for x in p], dtype=torch.float64)
     torch.testing.assert_close(ours, exact, rtol=1e-14, atol=1e-15)

@@ -109,9 +109,7 @@ def test_sampler(name, monkeypatch):
     sampler = _SAMPLERS[name]
 
     def at(index):
-        monkeypatch.setattr(
-            random, "_sample", lambda key, shape, name, transform: transform(threefry(key, index))
-        )
+        monkeypatch.setattr(random, "_sample", lambda key, shape, name, transform: transform(threefry(key, index)))
         return sampler()
 
     _assert_position_independent(at, torch.arange(_LENGTH))

@@ -80,12 +80,8 @@ def lowered(data=1, fsdp=1, tensor=1, remat=None, donate=0, simulate=False, hard
         params = ft.abstract_init(DECLARED, mesh, RULES)
         program = ft.compile(OPTIMIZER.init, mesh=mesh, rules=RULES).lower(params)
         rows = zip(program.out_types, program.out_layouts, strict=True)
-        opt = tree.unflatten(
-            program.out_tree, [abstract_array(t.shape, t.dtype, layout, mesh) for t, layout in rows]
-        )
+        opt = tree.unflatten(program.out_tree, [abstract_array(t.shape, t.dtype, layout, mesh) for t, layout in rows])
         x = abstract_array((B, S, D), torch.float32, layout_of((B, S, D), spec, mesh, "x"), mesh)
-    step = ft.compile(
-        make_step(remat), mesh=mesh, rules=RULES, donate_argnums=() if donate is None else donate
-    )
+    step = ft.compile(make_step(remat), mesh=mesh, rules=RULES, donate_argnums=() if donate is None else donate)
     args = ({"params": params, "opt": opt}, x)
     return (step.lower(*args), step, args) if simulate else step.lower(*args)

@@ -68,8 +68,7 @@ def test_the_table():
     assert len(lines) == 1 + len(found) + 1 + 1 + len(found.totals()) + 1
     assert max(map(len, lines)) <= 100
     assert any(
-        line.startswith("all_gather fsdp") and "4 x 2.0 KiB f32" in line and "params/up" in line
-        for line in lines
+        line.startswith("all_gather fsdp") and "4 x 2.0 KiB f32" in line and "params/up" in line for line in lines
     )
     assert lines[-1].startswith("all")
     assert str(lowered().collectives()) == "no collectives: no rank sends anything"

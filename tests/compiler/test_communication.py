@@ -37,9 +37,7 @@ def all_reduce(nbytes: float, n: int) -> int:
 
 #: Loss and label count are scalars of the step; they are added up once each.
 def scalars(axes: str, n: int) -> Counter:
-    return Counter(
-        {("all_reduce", axes, "", all_reduce(F32, n)): 1, ("all_reduce", axes, "", all_reduce(8, n)): 1}
-    )
+    return Counter({("all_reduce", axes, "", all_reduce(F32, n)): 1, ("all_reduce", axes, "", all_reduce(8, n)): 1})
 
 
 def test_data_parallel() -> None:

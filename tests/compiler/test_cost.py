@@ -15,9 +15,7 @@ from tests.compiler.mlp import B, D, F, L, S, lowered
 H100 = CHIPS["h100"]
 
 
-@pytest.mark.parametrize(
-    "remat,products", [(None, 6), (ft.dots_saveable, 6), (ft.nothing_saveable, 7)], ids=str
-)
+@pytest.mark.parametrize("remat,products", [(None, 6), (ft.dots_saveable, 6), (ft.nothing_saveable, 7)], ids=str)
 @pytest.mark.parametrize("axes", [{}, dict(fsdp=4), dict(tensor=2), dict(data=2, fsdp=2, tensor=2)], ids=str)
 def test_operations_of_matrix_products(axes, remat, products):
     """Two products forward, four backward; what is not saved is computed again, but for the last product."""
@@ -29,9 +27,7 @@ def test_operations_of_a_llama():
     """Six per weight and token, and attention: two products forward, five backward, with the logits again."""
     recipe = load_recipe("llama3-debug").replace(mesh={"fsdp": 2, "tensor": 2})
     model, tokens = recipe.model, recipe.data.batch * recipe.data.seq
-    matrices = (
-        model.layers * (4 * model.dim * model.dim + 3 * model.dim * model.mlp_dim) + model.dim * model.vocab
-    )
+    matrices = model.layers * (4 * model.dim * model.dim + 3 * model.dim * model.mlp_dim) + model.dim * model.vocab
     attention = 14 * model.layers * model.heads * model.head_dim * recipe.data.seq
     found = lower_step(recipe.textless_task()).cost("h100").flops
     assert found == tokens * (6 * matrices + attention) // 4
@@ -50,18 +46,14 @@ def test_seconds_of_gathers_and_reductions(kind):
     mesh = ft.abstract_mesh({"data": 2, "fsdp": 16, "tensor": 2})
     assert collective_seconds(kind, ("tensor",), 900, mesh, H100) == 900 / H100.fast
     # Sixteen ranks, four to a node: 12 of 15 parts come from other nodes, over four ports.
-    assert collective_seconds(kind, ("fsdp",), 900, mesh, H100) == pytest.approx(
-        900 * 12 / 15 / 4 / H100.slow
-    )
+    assert collective_seconds(kind, ("fsdp",), 900, mesh, H100) == pytest.approx(900 * 12 / 15 / 4 / H100.slow)
     # No two ranks in one node.
     assert collective_seconds(kind, ("data",), 900, mesh, H100) == 900 / H100.slow
 
 
 def test_seconds_of_an_exchange():
     mesh = ft.abstract_mesh({"expert": 16})
-    assert collective_seconds("all_to_all", ("expert",), 900, mesh, H100) == pytest.approx(
-        900 * 8 / 15 / H100.slow
-    )
+    assert collective_seconds("all_to_all", ("expert",), 900, mesh, H100) == pytest.approx(900 * 8 / 15 / H100.slow)
 
 
 def test_times_add_up():
@@ -83,9 +75,7 @@ def test_what_does_not_fit_is_said():
 def test_every_chip_has_its_source():
     for name, c in CHIPS.items():
         assert (
-            c.name == name
-            and c.source
-            and c.rate("float8_e4m3fn") == pytest.approx(2 * c.rate("bfloat16"), rel=1e-3)
+            c.name == name and c.source and c.rate("float8_e4m3fn") == pytest.approx(2 * c.rate("bfloat16"), rel=1e-3)
         )
         assert c.fast > c.slow and c.rate("bfloat16") > c.rate("float32")
 

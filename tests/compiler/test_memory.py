@@ -72,9 +72,7 @@ def test_peak_is_what_a_run_holds(axes, remat):
     program, _, args = lowered(**axes, remat=remat, donate=None, simulate=True)
     ranks = program.mesh.size
     # A whole value is one tensor for all simulated ranks; here each has its own.
-    columns = [
-        [t.clone() for t in (x.shards if isinstance(x, ft.Array) else [x] * ranks)] for x in tree.leaves(args)
-    ]
+    columns = [[t.clone() for t in (x.shards if isinstance(x, ft.Array) else [x] * ranks)] for x in tree.leaves(args)]
     runner = Lockstep(program.mesh, program.bodies)
     with Live([t for column in columns for t in column]) as live:
         runner.graph("step", program.graph, columns)

@@ -13,9 +13,7 @@ from tests.compiler.mlp import lowered
 def test_a_line_per_value():
     program = lowered(fsdp=2, tensor=2)
     lines = program.text().splitlines()
-    calls = sum(
-        1 for _, graph in program.graphs() for n in graph.nodes if n.op in ("placeholder", "call_function")
-    )
+    calls = sum(1 for _, graph in program.graphs() for n in graph.nodes if n.op in ("placeholder", "call_function"))
     assert sum(line.startswith(("    %", ">>> %")) for line in lines) == calls
     for line in lines:
         assert not line.strip().startswith("%") or re.match(r"\s+%\w+: \S.* = ", line)
@@ -51,9 +49,7 @@ def test_summary_is_one_screen():
     text = str(lowered(data=2, fsdp=2, tensor=2, hardware="h100"))
     lines = text.splitlines()
     assert len(lines) < 35 and max(map(len, lines)) <= 100
-    assert (
-        lines[0].startswith("step on data=2, fsdp=2, tensor=2 (abstract): ") and "bodies: block" in lines[0]
-    )
+    assert lines[0].startswith("step on data=2, fsdp=2, tensor=2 (abstract): ") and "bodies: block" in lines[0]
     for word in (
         "parameters",
         "optimizer",

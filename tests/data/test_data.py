@@ -39,9 +39,7 @@ def test_files_are_held_out_by_their_own_path(folder):
     assert len(corpus.train_files) + len(corpus.valid_files) == 60
     (folder / "another.py").write_text("y")
     more = load_corpus(folder)
-    assert set(corpus.train_files) <= set(more.train_files) and set(corpus.valid_files) <= set(
-        more.valid_files
-    )
+    assert set(corpus.train_files) <= set(more.train_files) and set(corpus.valid_files) <= set(more.valid_files)
     assert int((corpus.train == SEPARATOR).sum()) == len(corpus.train_files)
 
 

@@ -162,9 +162,7 @@ def test_loss_does_not_depend_on_who_holds_which_sample():
     labels = tokens.roll(-1, 1)
     labels[0, 1:], labels[1, 8:] = -100, -100
     total, count = llama3.loss(params, {"tokens": tokens, "labels": labels}, TINY)
-    rows = [
-        llama3.loss(params, {"tokens": tokens[i : i + 1], "labels": labels[i : i + 1]}, TINY) for i in (0, 1)
-    ]
+    rows = [llama3.loss(params, {"tokens": tokens[i : i + 1], "labels": labels[i : i + 1]}, TINY) for i in (0, 1)]
     assert int(count) == 9
     torch.testing.assert_close(total, rows[0][0] + rows[1][0])
 

@@ -114,9 +114,7 @@ def test_matches_the_plain_formula(name, backend, with_lse):
 
     for ours_, plain_ in zip(ours(*inputs), plain(*inputs), strict=True):
         torch.testing.assert_close(ours_, plain_, rtol=0, atol=1e-12)
-    for ours_, plain_ in zip(
-        gradients(ours, inputs, with_lse), gradients(plain, inputs, with_lse), strict=True
-    ):
+    for ours_, plain_ in zip(gradients(ours, inputs, with_lse), gradients(plain, inputs, with_lse), strict=True):
         torch.testing.assert_close(ours_, plain_, rtol=0, atol=1e-12)
 
 

@@ -15,9 +15,7 @@ V, D, RANKS = 12, 5, 4
 
 def table_and_ids(dtype=torch.float64, shape=(3, 7)):
     g = torch.Generator().manual_seed(0)
-    return torch.randn(V, D, generator=g, dtype=dtype, requires_grad=True), torch.randint(
-        0, V, shape, generator=g
-    )
+    return torch.randn(V, D, generator=g, dtype=dtype, requires_grad=True), torch.randint(0, V, shape, generator=g)
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (3, 7), (0, 2)])
@@ -95,9 +93,7 @@ def test_blocks_of_a_gather_sum_to_the_whole(dim, dtype):
     torch.testing.assert_close(sum(parts), x.gather(dim, index), rtol=0, atol=0)
     scattered = torch.cat([put_shard(grad, index, c, dim, 2) for c in coords], dim)
     whole = torch.zeros(8, 8, dtype=torch.float64).scatter_add_(dim, index, grad.double())
-    torch.testing.assert_close(
-        scattered, whole.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 0, atol=1e-14
-    )
+    torch.testing.assert_close(scattered, whole.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 0, atol=1e-14)
     torch.library.opcheck(take_shard, (blocks[1], index, coords[1], dim))
     torch.library.opcheck(put_shard, (grad, index, coords[1], dim, 2))
 
@@ -106,6 +102,4 @@ def test_rows_outside_every_block_are_zero_and_infinite_gradients_stay_local():
     out = embedding_shard(torch.ones(2, 1), torch.tensor([-1, 9]), torch.tensor(0))
     assert (out == 0).all()
     grad = torch.full((2, 1), float("inf"))
-    assert (
-        embedding_shard_backward(grad, torch.tensor([2, 3]), torch.ones(2, 1), torch.tensor(0)) == 0
-    ).all()
+    assert (embedding_shard_backward(grad, torch.tensor([2, 3]), torch.ones(2, 1), torch.tensor(0)) == 0).all()

@@ -77,9 +77,7 @@ def test_fields_that_only_fit_together_change_together(debug):
 
 def test_all_wrong_settings_in_one_message(debug):
     with pytest.raises(ConfigError) as error:
-        override(
-            debug, ["optim.lrr=3", "mesh.tensr=2", "run.steps=1.5", "optim.decay=cosin", "rules.sq=none", "x"]
-        )
+        override(debug, ["optim.lrr=3", "mesh.tensr=2", "run.steps=1.5", "optim.decay=cosin", "rules.sq=none", "x"])
     text = str(error.value)
     assert "6 problems in the settings" in text
     for expected in (

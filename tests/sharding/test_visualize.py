@@ -47,9 +47,7 @@ def test_three_split_dims_are_listed():
 
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_large_meshes_stay_within_the_width(width):
-    text = drawing(
-        (4096, 4096), ft.P("fsdp", "tensor"), ft.abstract_mesh({"fsdp": 64, "tensor": 32}), width=width
-    )
+    text = drawing((4096, 4096), ft.P("fsdp", "tensor"), ft.abstract_mesh({"fsdp": 64, "tensor": 32}), width=width)
     lines = text.splitlines()
     assert max(map(len, lines[1:])) <= width + len("  dim 1") and len(lines) < 25 and "..." in text
 

@@ -14,9 +14,7 @@ def result(tmp_path, *settings):
 
 
 def test_real_text_is_learned_from_the_first_steps(tmp_path):
-    summary = result(
-        tmp_path, "run.steps=30", "optim.warmup=10", "data.validation_batches=4", "run.sample_tokens=8"
-    )
+    summary = result(tmp_path, "run.steps=30", "optim.warmup=10", "data.validation_batches=4", "run.sample_tokens=8")
     # A model that has learned nothing but which bytes are frequent is at 3.3 or so.
     assert summary.validation < 3.2 < summary.first_loss
     assert summary.skipped == 0
