@@ -15,7 +15,7 @@ LAYERS = [
     ["ops"],
     ["random", "remat_policies", "autodiff", "debug"],  # and every other single file beside the packages
     ["sharding"],
-    ["compile", "compiler"],
+    ["compiler"],
     ["runtime"],
     ["nn", "optim"],
     ["data", "checkpoint"],
@@ -27,7 +27,7 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = {path.stem for path in ROOT.glob("*.py")} - {"__init__"}
 LEVEL = dict.fromkeys(FILES, LEVEL["autodiff"]) | LEVEL
 # What a model and an optimizer may use: they run as plain PyTorch when nothing compiles them.
-PLAIN = {"errors", "tree", "annotations", "ops", "random", "remat_policies", "autodiff"}
+PLAIN = {"errors", "tree", "annotations", "ops", "random", "remat_policies", "autodiff", "columns"}
 
 
 def imported_packages(path: Path) -> set[str]:
