@@ -1,0 +1,1 @@
+"""From a function to a Program: trace, propagate, reshard, split, verify, report."""
