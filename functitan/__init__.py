@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from functitan.autodiff import grad, stop_gradient, value_and_grad, vjp
     from functitan.autodiff_custom import custom_vjp
     from functitan.batching import vmap
+    from functitan.compiler.passes import Passes
     from functitan.compiler.program import Program
     from functitan.errors import FunctitanError
     from functitan.remat_policies import (
@@ -44,6 +45,7 @@ _HOME = {
     "functitan.autodiff": ("grad", "stop_gradient", "value_and_grad", "vjp"),
     "functitan.autodiff_custom": ("custom_vjp",),
     "functitan.batching": ("vmap",),
+    "functitan.compiler.passes": ("Passes",),
     "functitan.compiler.program": ("Program",),
     "functitan.errors": ("FunctitanError",),
     "functitan.remat_policies": (
@@ -73,6 +75,7 @@ __all__ = [
     "Mesh",
     "P",
     "Param",
+    "Passes",
     "Program",
     "Rules",
     "ShapeDtypeStruct",

@@ -67,4 +67,4 @@ def _report(recipe: Recipe) -> object:
     task = recipe.replace(simulate=True, mesh=dict(recipe.mesh) or {"data": 1}).task()
     grid = make_mesh(mesh_axes(task.mesh, task.rules), simulate=True)
     state = build_steps(task).init()
-    return compare(make_train_step(task), (state, task.source.batch(0)), grid, task.rules)
+    return compare(make_train_step(task), (state, task.source.batch(0)), grid, task.rules, passes=task.passes)

@@ -34,6 +34,7 @@ def lower(
     body: Annotated[
         str | None, typer.Option("--body", help='What --text shows: a body\'s name, "step", or "all".')
     ] = None,
+    passes: Annotated[bool, typer.Option("--passes", help="What each pass changed in the lowered code.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
     versus: Annotated[
         str | None, typer.Option("--vs", metavar="MESH", help="A second mesh, side by side with the first.")
@@ -50,6 +51,7 @@ def lower(
     """
     from functitan.cli.settings import chosen_recipe
     from functitan.compiler.hardware import chip
+    from functitan.compiler.passes import passes_text
 
     if hardware is not None:
         hardware = chip(hardware).name  # refused before anything is lowered
@@ -65,6 +67,8 @@ def lower(
     parts = []
     if collectives:
         parts.append(str(program.collectives()))
+    if passes:
+        parts.append(passes_text(program.passes))
     if text or body is not None:
         parts.append(_code(program, body))
     typer.echo("\n\n".join(parts) if parts else _screen(chosen, program))

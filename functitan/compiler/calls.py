@@ -188,7 +188,7 @@ def _call(p: Propagator, lowered: LoweredBody, inputs: list[fx.Node], length: in
     if length is not None:
         args, target = (lowered.name, length, list(inputs)), scan_body
     call = emitter.opaque(target, args, [*fakes, *kept])
-    call.meta["body"] = lowered
+    call.meta["body"] = lowered.name
     outs: list[Any] = []
     for i, (layout, typ) in enumerate(zip(layouts, types, strict=True)):
         got = emitter.call(operator.getitem, call, i)
@@ -236,7 +236,7 @@ def _backward(p: Propagator, node: fx.Node, length: int | None) -> list[Value]:
     if length is not None:
         args, target = (lowered.name, length, kept, list(token.saved), cotangents), scan_body_backward
     call = p.emitter.opaque(target, args, fakes)
-    call.meta["body"] = lowered
+    call.meta["body"] = lowered.name
     return [
         p.value(t, lay, p.emitter.call(operator.getitem, call, i))
         for i, (lay, t) in enumerate(zip(layouts, types, strict=True))

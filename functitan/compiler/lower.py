@@ -11,6 +11,7 @@ from torch import fx
 from functitan import tree
 from functitan.compiler import messages, nodes
 from functitan.compiler.calls import reduced_gradient
+from functitan.compiler.passes import DEFAULT_PASSES, Passes, run_passes
 from functitan.compiler.program import LoweredBody, Program
 from functitan.compiler.propagate import Context, Propagator
 from functitan.compiler.split import split
@@ -34,6 +35,7 @@ def lower(
     *,
     conflicts: str = "error",
     reduce_dtype: torch.dtype = torch.float32,
+    passes: Passes = DEFAULT_PASSES,
 ) -> Program:
     """Lower a global trace to a per-device program.
 
@@ -43,6 +45,7 @@ def lower(
         mesh, rules: what annotations mean.
         conflicts: "error", or "auto" to settle operands that disagree by bytes moved.
         reduce_dtype: the lowest dtype in which gradients of parameters are reduced.
+        passes: which passes run on the lowered program, and how.
 
     Raises:
         ShardingError: conflicts and layouts that the user must settle, all in one message.
@@ -73,7 +76,7 @@ def lower(
     _prune(p.emitter.graph)
     names = tree.paths(tree.unflatten(traced.out_tree, list(range(traced.out_tree.num_leaves))))
     used = _bodies_used(p.emitter.graph, {b.name: b for b in ctx.lowered.values()})
-    return Program(
+    program = Program(
         traced.name,
         mesh,
         p.emitter.graph,
@@ -88,6 +91,7 @@ def lower(
         ctx.choices,
         rules.unused(ctx.seen_names) if rules is not None else [],
     )
+    return run_passes(program, passes)
 
 
 def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str]) -> LoweredBody:
@@ -215,8 +219,8 @@ def _bodies_used(graph: fx.Graph, known: dict[str, LoweredBody]) -> dict[str, Lo
     stack = [graph]
     while stack:
         for node in stack.pop().nodes:
-            body = node.meta.get("body")
-            if body is not None and body.name not in found:
-                found[body.name] = known[body.name]
+            name = node.meta.get("body")
+            if name is not None and name not in found:
+                body = found[name] = known[name]
                 stack += [g for g in (body.forward, body.backward) if g is not None]
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -28,6 +28,9 @@ from functitan.errors import ConfigError
 from functitan.sharding.layout import Layout
 from functitan.sharding.mesh import Mesh
 from functitan.sharding.op_rules.base import TensorType
+
+if TYPE_CHECKING:
+    from functitan.compiler.passes import PassRecord
 
 __all__ = [
     "BODY_CALLS",
@@ -92,6 +95,8 @@ class Program:
         choices: layouts that were settled without being asked for: (line, sentence).
         unused_rules: logical names that nothing asked for.
         donated: the flat inputs that are given up to the call.
+        passes: what each pass changed, in order; ``print(passes_text(program.passes))`` of
+            :mod:`functitan.compiler.passes` shows it.
     """
 
     name: str
@@ -108,6 +113,7 @@ class Program:
     choices: list[tuple[str, str]] = field(default_factory=list)
     unused_rules: list[str] = field(default_factory=list)
     donated: tuple[int, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
 
     def graphs(self) -> Iterator[tuple[str, fx.Graph]]:
         """All graphs with their names: the step, then each body forward and backward."""

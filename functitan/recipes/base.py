@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from functitan import optim
+from functitan.compiler.passes import Passes
 from functitan.data import Corpus, CorpusSource, blank_corpus, load_corpus
 from functitan.errors import ConfigError
 from functitan.optim import GradientTransformation, Labels, Schedule
@@ -133,6 +134,7 @@ class Recipe:
         simulate: run all ranks of the mesh in this process.
         remat: the policy by which layers save activations for backward; None for the default.
         save_names: for "save_only_these_names", the names that the model gave its values.
+        passes: which passes run on the lowered step, and how.
         optim, data, run: the rest.
     """
 
@@ -147,6 +149,7 @@ class Recipe:
     simulate: bool = False
     remat: RematName | None = None
     save_names: tuple[str, ...] = ()
+    passes: Passes = field(default_factory=Passes)
 
     def __post_init__(self) -> None:
         shards = 1
@@ -208,6 +211,7 @@ class Recipe:
             mesh=self.mesh,
             rules=self.rules,
             simulate=self.simulate,
+            passes=self.passes,
             settings=settings(self),
         )
 

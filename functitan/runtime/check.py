@@ -24,6 +24,7 @@ from functitan.annotations import scan as plain_scan
 from functitan.compiler.by_value import difference
 from functitan.compiler.gradients import Exposed, expose
 from functitan.compiler.lower import lower
+from functitan.compiler.passes import DEFAULT_PASSES, Passes
 from functitan.compiler.precision import to_float64
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, trace
@@ -39,6 +40,7 @@ from functitan.sharding.shard_map import plain as plain_shard_map
 
 #: Units in the last place, relative to the largest element, within which another order of rounding stays.
 _PLAIN_ULPS = 2**10
+_OFF = Passes.off()
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,11 @@ def check(
     tolerance: float = 1e-10,
     conflicts: str = "error",
     layouts: bool = True,
+    passes: Passes = DEFAULT_PASSES,
 ) -> CheckReport:
     """Compare a function on one device with the same function on a simulated mesh, in float64.
+
+    On one device the graph is run as it was lowered, on the mesh after the passes: they are part of what is compared.
 
     Args:
         f: a pure function of pytrees of tensors.
@@ -130,6 +135,7 @@ def check(
         tolerance: the largest relative difference between one device and the mesh.
         conflicts: as for ``ft.compile``.
         layouts: also verify every layout; see ``functitan.compiler.verify``.
+        passes: which passes run on the mesh's Program, as for ``ft.compile``.
 
     Returns:
         A report that is true when all leaves agree; print it.
@@ -169,7 +175,7 @@ def check(
     ]
     after = _program(given.traced, plain + [replicated(tuple(g.shape)) for g in gradients], single, rules, conflicts)
     expected = _run(after, values + gradients)
-    sharded = _program(given.traced, [*given_layouts, *more], mesh, rules, conflicts)
+    sharded = _program(given.traced, [*given_layouts, *more], mesh, rules, conflicts, passes)
     found = _run(sharded, values + gradients)
     paths = [*sharded.outputs[:n], *(_gradient_path(traced, p) for p in given.params)]
     paths = [p.removeprefix("0/") for p in paths]
@@ -201,8 +207,15 @@ def verify(program: Program) -> Verification:
     return verify_layouts(program, lambda graph, parts: runner.graph("verify", graph, parts))
 
 
-def _program(traced: Traced, layouts: Sequence[Layout], mesh: Mesh, rules: Rules | None, conflicts: str) -> Program:
-    return lower(traced, layouts, mesh, rules, conflicts=conflicts)
+def _program(
+    traced: Traced,
+    layouts: Sequence[Layout],
+    mesh: Mesh,
+    rules: Rules | None,
+    conflicts: str,
+    passes: Passes = _OFF,
+) -> Program:
+    return lower(traced, layouts, mesh, rules, conflicts=conflicts, passes=passes)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

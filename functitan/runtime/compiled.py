@@ -9,6 +9,7 @@ import torch
 
 from functitan import tree
 from functitan.compiler.lower import lower
+from functitan.compiler.passes import DEFAULT_PASSES, Passes
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, argument_names, trace
 from functitan.errors import ArgumentError, ShardingError, TraceError, raise_batch, suggest
@@ -40,6 +41,7 @@ class Compiled:
         reduce_dtype: torch.dtype,
         max_traces: int | None,
         backend: str,
+        passes: Passes,
     ) -> None:
         self._f = f
         self._mesh = mesh
@@ -49,6 +51,7 @@ class Compiled:
         self._reduce_dtype = reduce_dtype
         self._max_traces = max_traces
         self._backend = backend
+        self._passes = passes
         self._traces: dict[Any, Traced] = {}
         self._programs: dict[Any, tuple[Program, Any, set[int]]] = {}
         self.__name__ = getattr(f, "__name__", type(f).__name__)
@@ -128,6 +131,7 @@ class Compiled:
                 self._rules,
                 conflicts=self._conflicts,
                 reduce_dtype=self._reduce_dtype,
+                passes=self._passes,
             )
             program.donated = self._donated_leaves(args)
             self._programs[key] = (program, self._runner(program), constants(program))
@@ -185,6 +189,7 @@ def compile(
     reduce_dtype: torch.dtype = torch.float32,
     max_traces: int | None = None,
     backend: str = "eager",
+    passes: Passes = DEFAULT_PASSES,
 ) -> Compiled:
     """Compile a pure function on global tensors for a mesh.
 
@@ -200,6 +205,7 @@ def compile(
         max_traces: an error instead of compiling for more signatures than this.
         backend: how a rank runs its graphs: "eager", op by op, or "inductor", each graph compiled once. A simulated mesh
             of several ranks is interpreted whatever it says.
+        passes: which passes run on the lowered Program, and how; the same for every backend.
 
     >>> import functitan as ft
     >>> mesh = ft.make_mesh({"data": 2}, simulate=True)
@@ -214,4 +220,4 @@ def compile(
     donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if any(n < 0 for n in donated):
         raise ArgumentError(f"donate_argnums={donate_argnums!r}: count arguments from 0.")
-    return Compiled(f, mesh, rules, donated, conflicts, reduce_dtype, max_traces, backend)
+    return Compiled(f, mesh, rules, donated, conflicts, reduce_dtype, max_traces, backend, passes)

@@ -48,7 +48,14 @@ def abstract_batch(task: Task, mesh: Mesh) -> dict[str, Array]:
 
 def compile_step(task: Task, mesh: Mesh) -> Compiled:
     """The train step ``(state, batch) -> (state, metrics)`` for a mesh; the given state is given up."""
-    return compile(make_train_step(task), mesh=mesh, rules=task.rules, donate_argnums=0, backend=task.run.backend)
+    return compile(
+        make_train_step(task),
+        mesh=mesh,
+        rules=task.rules,
+        donate_argnums=0,
+        backend=task.run.backend,
+        passes=task.passes,
+    )
 
 
 def lower_step(task: Task, *, hardware: str | None = None) -> Program:

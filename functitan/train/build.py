@@ -43,7 +43,7 @@ def _on_mesh(task: Task) -> Steps:
     device = resolve_device(task.run.device)
     mesh = make_mesh(mesh_axes(task.mesh, task.rules), simulate=task.simulate)
     train = compile_step(task, mesh)
-    evaluate = compile(task.loss, mesh=mesh, rules=task.rules, backend=task.run.backend)
+    evaluate = compile(task.loss, mesh=mesh, rules=task.rules, backend=task.run.backend, passes=task.passes)
     optimizer_init = compile(task.optimizer.init, mesh=mesh, rules=task.rules)
 
     def first_state() -> TrainState:

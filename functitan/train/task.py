@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from functitan.compiler.passes import Passes
 from functitan.data import Batch, Source
 from functitan.errors import ConfigError
 from functitan.optim import GradientTransformation
@@ -70,6 +71,7 @@ class Task:
         mesh: axis sizes; empty for one device.
         rules: logical axis -> mesh axes.
         simulate: run all ranks of the mesh in this process.
+        passes: which passes run on the lowered step.
         settings: all settings in a form that JSON can hold.
     """
 
@@ -84,6 +86,7 @@ class Task:
     mesh: Mapping[str, int] = field(default_factory=dict)
     rules: Any = None
     simulate: bool = False
+    passes: Passes = field(default_factory=Passes)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
