@@ -9,7 +9,7 @@ import torch
 
 from functitan import optim
 from functitan.optim import GradientTransformation, Labels
-from functitan.optim.muon import Scale
+from functitan.optim.orthogonalize import Scale
 from functitan.recipes.base import OptimConfig
 
 

@@ -1,0 +1,163 @@
+"""Orthogonalising the matrices of a tree, where their layout says: what the rules for matrices share.
+
+Weights here are (in, out), ``x @ w``: of the last two dims, A = d_out is the columns and B = d_in the rows. torch's are
+(out, in), so torch's A is the rows. Dims before the last two are a batch of matrices: layers, experts. A convolution's
+weight stays as torch has it, (out, in, *kernel), and is one matrix with A = out and B = in * kernel.
+
+Legend: L layers, M rows (in), C columns (out).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import torch
+from spmd_types.types import PartitionSpec
+
+from functitan import tree
+from functitan.annotations import constrain, constrain_like
+from functitan.errors import ArgumentError, listed, raise_batch, suggest
+from functitan.optim.blocks import Blocks, orthogonalize_blocks, scale_of
+from functitan.optim.newton_schulz import Coefficients, newton_schulz
+
+PyTree = Any
+Scale = Literal["original", "match_rms", "unclamped"]
+Layout = Literal["stacked", "gathered"]
+#: c(A, B) by name, for A outputs and B inputs.
+SCALES: dict[str, Callable[[int, int], float]] = {
+    # Jordan's and torch's default: the spectral norm follows sqrt(A / B), not below 1.
+    "original": lambda A, B: math.sqrt(max(1.0, A / B)),
+    # arXiv:2502.16982: the root mean square of AdamW's updates, so that its rates carry over.
+    "match_rms": lambda A, B: 0.2 * math.sqrt(max(A, B)),
+    # Bernstein 2025, https://jeremybernste.in/writing/deriving-muon: unit RMS-to-RMS norm.
+    "unclamped": lambda A, B: math.sqrt(A / B),
+}
+
+
+@dataclass(frozen=True)
+class Orthogonalize:
+    """What :func:`functitan.optim.muon` says of its matrices; its arguments of the same names explain them.
+
+    Attributes:
+        rule: the rule's name, for errors.
+    """
+
+    rule: str
+    schedule: Coefficients
+    scale: Scale
+    eps: float
+    ns_dtype: torch.dtype
+    blocks: Mapping[str, Blocks]
+    convs: Mapping[str, int]
+    layout: Layout | None
+    axes: tuple[str, ...]
+    wire_dtype: torch.dtype
+
+    def __call__(self, momentum: PyTree) -> PyTree:
+        """The orthogonalised matrices of each leaf, laid out as the leaf is, in the dtype that was moved."""
+        return tree.map_with_path(self._leaf, momentum)
+
+    def factor(self, path: str, p: torch.Tensor) -> torch.Tensor | float:
+        """c(A, B) of a leaf, from the shape of each matrix on its own."""
+        c = SCALES[self.scale]
+        if kernel := self.kernel_dims(path):
+            outs, *ins = p.shape[-2 - kernel :]
+            return c(outs, math.prod(ins))
+        return scale_of(p, self.block_of(path), c)
+
+    def block_of(self, path: str) -> Blocks | None:
+        """The blocks that a leaf is declared to consist of."""
+        return _first(self.blocks, path)
+
+    def kernel_dims(self, path: str) -> int:
+        """The kernel dims of a leaf that is declared to hold convolutions, 0 for one of matrices."""
+        return _first(self.convs, path) or 0
+
+    def check_leaves(self, params: PyTree) -> None:
+        """Raise one ArgumentError for all leaves that do not hold the matrices they should."""
+        problems = []
+        rows, _ = tree.flatten_with_paths(params)
+        for path, p in rows:
+            found = f"leaf {path} has shape {tuple(p.shape)}"
+            own, kernel = self.block_of(path), self.kernel_dims(path)
+            kind = f"({', '.join(['out', 'in', *('k' * kernel)])})" if kernel else "(in, out)"
+            if p.ndim < 2 + kernel:
+                problems.append(
+                    f"{found}; {self.rule} takes matrices (..., {kind[1:]}. Give it another rule in partition."
+                )
+            elif self.axes and p.ndim < 3 + kernel:
+                problems.append(
+                    f'{found}; layout="stacked" spreads the matrices of a leaf (layers, {kind[1:]}. Stack equal shapes '
+                    f'on a leading dim, or give the leaf a {self.rule} rule with layout="gathered".'
+                )
+            elif own is not None and kernel:
+                problems.append(f"{found}; it is declared in both blocks and convs. A convolution is one matrix.")
+            elif own is not None and (text := own.misfit(p.shape)):
+                problems.append(f"{found}; {text}")
+        paths = [path for path, _ in rows]
+        for name, declared in (("blocks", self.blocks), ("convs", self.convs)):
+            problems += _unmatched(name, declared, paths)
+        raise_batch(ArgumentError, problems, f"the leaves of {self.rule}")
+
+    def _leaf(self, path: str, u: torch.Tensor) -> torch.Tensor:
+        if self.layout is None:
+            return self._whole(path, u)
+        moved = self._to_compute(path, u.to(self.wire_dtype))
+        return constrain_like(self._whole(path, moved).to(self.wire_dtype), u)
+
+    def _to_compute(self, path: str, u_LMC: torch.Tensor) -> torch.Tensor:
+        """To whole matrices: the first dim spread over mesh axes, or nothing spread and every rank has them all."""
+        whole = [None] * (u_LMC.ndim - 1)
+        if not self.axes:
+            return constrain(u_LMC, PartitionSpec(None, *whole), what=f"leaf {path}, gathered by {self.rule}")
+        what = (
+            f'leaf {path} for {self.rule}(layout="stacked"), its {u_LMC.shape[0]} matrices spread over the ranks of '
+            f'{" x ".join(self.axes)} (or write layout="gathered": each rank then works on all of them)'
+        )
+        return constrain(u_LMC, PartitionSpec(self.axes, *whole), what=what)
+
+    def _whole(self, path: str, u: torch.Tensor) -> torch.Tensor:
+        # In torch's orientation, (out, in), so that a square matrix is worked on as torch does.
+        def by(x_CM: torch.Tensor) -> torch.Tensor:
+            return newton_schulz(x_CM, self.schedule, dtype=self.ns_dtype, eps=self.eps)
+
+        if kernel := self.kernel_dims(path):
+            return by(u.flatten(-1 - kernel)).reshape(u.shape)
+        return orthogonalize_blocks(u, self.block_of(path), lambda x_MC: by(x_MC.mT).mT)
+
+
+def check_settings(
+    rule: str, scale: str, layout: str | None, axes: Sequence[str], convs: Mapping[str, int], more: Iterable[str] = ()
+) -> None:
+    """Raise one ArgumentError for all settings that do not exist or fit, ``more`` included."""
+    problems = list(more)
+    if scale not in SCALES:
+        problems.append(f'scale="{scale}": there are {listed(get_args(Scale))}.{suggest(scale, SCALES)}')
+    if layout not in (None, *get_args(Layout)):
+        problems.append(f'layout="{layout}": there are "stacked", "gathered", and None for where the matrices are.')
+    if isinstance(axes, str):
+        problems.append(f'axes="{axes}": write a tuple of mesh axes, ("{axes}",).')
+    elif layout == "stacked" and not axes:
+        problems.append('layout="stacked" needs the mesh axes that layers are spread over, such as axes=("fsdp",).')
+    elif layout != "stacked" and axes:
+        problems.append(f'axes={tuple(axes)} are read by layout="stacked", and layout is {layout}. Set both.')
+    for pattern, kernel in convs.items():
+        if kernel < 1:
+            problems.append(f'convs["{pattern}"]={kernel}: write how many kernel dims it has, 2 for a Conv2d.')
+    raise_batch(ArgumentError, problems, f"the settings of {rule}")
+
+
+def _first(declared: Mapping[str, Any], path: str) -> Any:
+    return next((value for pattern, value in declared.items() if fnmatchcase(path, pattern)), None)
+
+
+def _unmatched(name: str, declared: Mapping[str, Any], paths: Sequence[str]) -> list[str]:
+    return [
+        f'{name} for "{pattern}" match no leaf; there are {listed(paths)}.{suggest(pattern, paths)}'
+        for pattern in declared
+        if not any(fnmatchcase(path, pattern) for path in paths)
+    ]
