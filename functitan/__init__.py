@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spmd_types.types import PartitionSpec as P
 
     from functitan import debug, nn, optim, random, sharding, tree
-    from functitan.annotations import Param, checkpoint_name, constrain, region, scan, use_params
+    from functitan.annotations import Param, checkpoint_name, constrain, constrain_like, region, scan, use_params
     from functitan.autodiff import grad, stop_gradient, value_and_grad, vjp
     from functitan.autodiff_custom import custom_vjp
     from functitan.batching import vmap
@@ -41,7 +41,15 @@ if TYPE_CHECKING:
 
 #: Module -> the names that are taken from it.
 _HOME = {
-    "functitan.annotations": ("Param", "checkpoint_name", "constrain", "region", "scan", "use_params"),
+    "functitan.annotations": (
+        "Param",
+        "checkpoint_name",
+        "constrain",
+        "constrain_like",
+        "region",
+        "scan",
+        "use_params",
+    ),
     "functitan.autodiff": ("grad", "stop_gradient", "value_and_grad", "vjp"),
     "functitan.autodiff_custom": ("custom_vjp",),
     "functitan.batching": ("vmap",),
@@ -88,6 +96,7 @@ __all__ = [
     "checkpoint_name",
     "compile",
     "constrain",
+    "constrain_like",
     "custom_vjp",
     "debug",
     "device_put",

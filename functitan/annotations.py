@@ -137,18 +137,19 @@ def constrain_like(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     Args:
         x: a tensor of any dtype.
-        like: a tensor of the same shape.
+        like: a tensor of the same shape; where a dim of ``x`` has size 1, that of ``like`` may have any, such as one
+            that a mean over it left.
 
     Raises:
-        ShardingError: the shapes differ.
+        ShardingError: other shapes.
 
-    >>> constrain_like(torch.ones(2), torch.zeros(2))
-    tensor([1., 1.])
+    >>> constrain_like(torch.ones(2), torch.zeros(2)), constrain_like(torch.ones(1, 2), torch.zeros(3, 2))
+    (tensor([1., 1.]), tensor([[1., 1.]]))
     """
-    if x.shape != like.shape:
+    if x.ndim != like.ndim or any(n not in (1, m) for n, m in zip(x.shape, like.shape, strict=True)):
         raise ShardingError(
             f"constrain_like was given values of shapes {tuple(x.shape)} and {tuple(like.shape)}; a layout is shared by "
-            "values of one shape. Write ft.constrain(x, spec) for another."
+            "values of one shape, up to dims of size 1 in the first. Write ft.constrain(x, spec) for another."
         )
     annotator = _active.get()
     return x if annotator is None else annotator.constrain_like(x, like)

@@ -50,7 +50,9 @@ def constrain(p: Propagator, node: fx.Node) -> Value:
 
 def constrain_like(p: Propagator, node: fx.Node) -> Value:
     v, like = (p.env[a] for a in nodes.args(node))
-    layout = (like.layout or like.preferred or replicated(v.type.shape)).dual()
+    found = (like.layout or like.preferred or replicated(like.type.shape)).dual()
+    # A dim of size 1 has nothing to split, whatever the other's is.
+    layout = Layout(tuple(() if n == 1 else dim for n, dim in zip(v.type.shape, found.dims, strict=True)))
     local = p.read(v, layout, "gradient of constrain" if node.meta.get("backward") else "constrain_like")
     return p.value(v.type, layout, local)
 

@@ -8,6 +8,7 @@ from functitan.optim.lion import LionState, lion
 from functitan.optim.master import MasterState, with_master
 from functitan.optim.muon import MuonState, muon
 from functitan.optim.newton_schulz import Coefficients, newton_schulz
+from functitan.optim.normuon import NorMuonState, normuon
 from functitan.optim.partition import Labels, PartitionState, label_tree, masked, masks, partition, table
 from functitan.optim.schedule import constant, cosine, piecewise, warmup_stable_decay
 from functitan.optim.sgd import SgdState, sgd
@@ -24,6 +25,7 @@ __all__ = [
     "LionState",
     "MasterState",
     "MuonState",
+    "NorMuonState",
     "PartitionState",
     "Schedule",
     "SgdState",
@@ -44,6 +46,7 @@ __all__ = [
     "masks",
     "muon",
     "newton_schulz",
+    "normuon",
     "partition",
     "piecewise",
     "sgd",
