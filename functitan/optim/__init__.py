@@ -4,6 +4,7 @@ from functitan.optim.adamw import AdamWState, adam, adamw
 from functitan.optim.blocks import Blocks
 from functitan.optim.clip import ClipState, SkipState, clip_by_global_norm, clip_by_value, global_norm, skip_nonfinite
 from functitan.optim.ema import EmaState, ema_params, with_ema
+from functitan.optim.hyperparams import Hyper, InjectState, inject_hyperparams
 from functitan.optim.lion import LionState, lion
 from functitan.optim.master import MasterState, with_master
 from functitan.optim.muon import MuonState, muon
@@ -21,6 +22,8 @@ __all__ = [
     "Coefficients",
     "EmaState",
     "GradientTransformation",
+    "Hyper",
+    "InjectState",
     "Labels",
     "LionState",
     "MasterState",
@@ -40,6 +43,7 @@ __all__ = [
     "cosine",
     "ema_params",
     "global_norm",
+    "inject_hyperparams",
     "label_tree",
     "lion",
     "masked",

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from functitan import tree
-from functitan.optim.transform import GradientTransformation, PyTree, Schedule
+from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.transform import GradientTransformation, PyTree
 
 
 @tree.dataclass
@@ -32,21 +33,21 @@ class AdamWState:
 
 
 def adamw(
-    lr: float | Schedule,
+    lr: Hyper,
     *,
-    b1: float = 0.9,
-    b2: float = 0.95,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
+    b1: float | torch.Tensor = 0.9,
+    b2: float | torch.Tensor = 0.95,
+    eps: float | torch.Tensor = 1e-8,
+    weight_decay: Hyper = 0.1,
     decay: Callable[[str], bool] | None = None,
 ) -> GradientTransformation:
     """``-lr * (mu_hat / (sqrt(nu_hat) + eps) + weight_decay * p)`` with bias-corrected moments.
 
     Args:
         lr: the learning rate, or a schedule of the 0-d int64 step, which counts from 0.
-        b1, b2: the decay rates of the moments.
+        b1, b2: the decay rates of the moments; for schedules of them see :func:`functitan.optim.inject_hyperparams`.
         eps: added to the root of the second moment.
-        weight_decay: the decay, times the learning rate, per step.
+        weight_decay: the decay, times the learning rate, per step; or a schedule.
         decay: whether the parameter of this path decays; by default every parameter does.
 
     Returns:
@@ -62,34 +63,40 @@ def adamw(
         leaves = tree.leaves(params)
         device = leaves[0].device if leaves else None
         step = torch.zeros((), dtype=torch.int64, device=device)
-        rate = lr(step) if callable(lr) else torch.full((), lr, dtype=torch.float32, device=device)
-        rate_of_decay = torch.full((), weight_decay, dtype=torch.float32, device=device)
-        # Two calls: donated leaves must not share storage.
-        return AdamWState(step, rate, rate_of_decay, tree.map(_zeros, params), tree.map(_zeros, params))
+        # Two calls for the moments: donated leaves must not share storage.
+        return AdamWState(
+            step, first(lr, params), first(weight_decay, params), tree.map(_zeros, params), tree.map(_zeros, params)
+        )
 
     def update(grads: PyTree, state: AdamWState, params: PyTree) -> tuple[PyTree, AdamWState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
-        rate = lr(state.step) if callable(lr) else state.lr
+        rate = current(lr, state.lr, state.step)
+        rate_of_decay = current(weight_decay, state.weight_decay, state.step)
         step = state.step + 1
-        # 1 - b^t, without the cancellation that a power near 1 has in float32.
-        correction1 = -torch.expm1(step * math.log(b1))
-        correction2 = -torch.expm1(step * math.log(b2))
-        mu = tree.map(lambda m, g: b1 * m + (1 - b1) * g.to(m.dtype), state.mu, grads)
-        nu = tree.map(lambda v, g: b2 * v + (1 - b2) * g.to(v.dtype).square(), state.nu, grads)
+        correction1, correction2 = bias_correction(b1, step), bias_correction(b2, step)
+        # Cast back: a 0-d float64 b would widen 0-d moments.
+        mu = tree.map(lambda m, g: (b1 * m + (1 - b1) * g.to(m.dtype)).to(m.dtype), state.mu, grads)
+        nu = tree.map(lambda v, g: (b2 * v + (1 - b2) * g.to(v.dtype).square()).to(v.dtype), state.nu, grads)
 
         def leaf_update(path: str, m: torch.Tensor, v: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
             direction = (m / correction1) / ((v / correction2).sqrt() + eps)
             if decay is None or decay(path):
-                direction = direction + state.weight_decay * p.to(m.dtype)
-            return -rate * direction
+                direction = direction + rate_of_decay * p.to(m.dtype)
+            return (-rate * direction).to(m.dtype)
 
         updates = tree.map_with_path(leaf_update, mu, nu, params)
-        return updates, AdamWState(step, rate, state.weight_decay, mu, nu)
+        return updates, AdamWState(step, rate, rate_of_decay, mu, nu)
 
     return GradientTransformation(init, update)
 
 
-def adam(lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> GradientTransformation:
+def adam(
+    lr: Hyper,
+    *,
+    b1: float | torch.Tensor = 0.9,
+    b2: float | torch.Tensor = 0.999,
+    eps: float | torch.Tensor = 1e-8,
+) -> GradientTransformation:
     """``-lr * mu_hat / (sqrt(nu_hat) + eps)``: Adam (Kingma and Ba 2015, arXiv:1412.6980), which is
     :func:`adamw` without decay.
 
@@ -102,6 +109,13 @@ def adam(lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.999, eps: float
     {'w': tensor(-0.1000)}
     """
     return adamw(lr, b1=b1, b2=b2, eps=eps, weight_decay=0.0, decay=lambda path: False)
+
+
+def bias_correction(b: float | torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """``1 - b^step``, without the cancellation that a power near 1 has in float32."""
+    if isinstance(b, torch.Tensor):
+        return -torch.expm1(step * b.log())
+    return -torch.expm1(step * (math.log(b) if b else -math.inf))
 
 
 def _zeros(p: torch.Tensor) -> torch.Tensor:

@@ -31,8 +31,10 @@ def global_norm(values: PyTree) -> torch.Tensor:
     return total.sqrt().to(torch.float32)
 
 
-def clip_scale(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+def clip_scale(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
     """The 0-d factor that brings ``norm`` down to ``max_norm``; 1 where it is below."""
+    if isinstance(max_norm, torch.Tensor):
+        max_norm = max_norm.to(norm.dtype)
     # The divisor is at least max_norm, so a norm of zero is no special case.
     return max_norm / norm.clamp(min=max_norm)
 
@@ -44,7 +46,7 @@ class ClipState:
     norm: torch.Tensor
 
 
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+def clip_by_global_norm(max_norm: float | torch.Tensor) -> GradientTransformation:
     """Scale all gradients by one factor so that their global norm is at most ``max_norm`` (Pascanu et al.
     2013).
 
@@ -62,7 +64,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     return GradientTransformation(init, update)
 
 
-def clip_by_value(limit: float) -> GradientTransformation:
+def clip_by_value(limit: float | torch.Tensor) -> GradientTransformation:
     """Bring every element into [-limit, limit]; NaN stays NaN.
 
     It changes the direction of the gradient, which :func:`clip_by_global_norm` does not.
@@ -75,11 +77,11 @@ def clip_by_value(limit: float) -> GradientTransformation:
     >>> rule.update(grads, rule.init(grads), grads)[0]
     {'w': tensor([-1.0000,  0.5000])}
     """
-    if not limit > 0:
+    if not isinstance(limit, torch.Tensor) and not limit > 0:
         raise ArgumentError(f"clip_by_value was given limit={limit}; every gradient would be 0. Write one above 0.")
 
     def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        return tree.map(lambda g: g.clamp(-limit, limit), grads), state
+        return tree.map(lambda g: g.clamp(-limit, limit).to(g.dtype), grads), state
 
     return GradientTransformation(lambda params: (), update)
 

@@ -8,6 +8,7 @@ import torch
 
 from functitan import tree
 from functitan.errors import ArgumentError
+from functitan.optim.hyperparams import first
 from functitan.optim.transform import GradientTransformation, PyTree
 
 
@@ -26,7 +27,7 @@ class EmaState:
     inner: Any
 
 
-def with_ema(rule: GradientTransformation, decay: float = 0.999) -> GradientTransformation:
+def with_ema(rule: GradientTransformation, decay: float | torch.Tensor = 0.999) -> GradientTransformation:
     """Keep ``average <- decay * average + (1 - decay) * p`` of the parameters after each update.
 
     The average starts as the parameters, so it needs no bias correction. The updates are the rule's. Put it outside of
@@ -46,25 +47,24 @@ def with_ema(rule: GradientTransformation, decay: float = 0.999) -> GradientTran
     >>> ema_params(state, params)
     {'w': tensor(0.7500)}
     """
-    if not 0 <= decay < 1:
+    if isinstance(decay, float | int) and not 0 <= decay < 1:
         raise ArgumentError(f"with_ema was given decay={decay}; write a share of the old average, such as 0.999.")
 
     def init(params: PyTree) -> EmaState:
-        leaves = tree.leaves(params)
-        number = torch.full((), decay, dtype=torch.float32, device=leaves[0].device if leaves else None)
         # A copy: donated leaves must not share storage.
         average = tree.map(lambda p: p.to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
-        return EmaState(number, average, rule.init(params))
+        return EmaState(first(decay, params), average, rule.init(params))
 
     def update(grads: PyTree, state: EmaState, params: PyTree) -> tuple[PyTree, EmaState]:
         updates, inner = rule.update(grads, state.inner, params)
+        kept = decay.to(state.decay.dtype, copy=True) if isinstance(decay, torch.Tensor) else state.decay
 
         def average(a: torch.Tensor, p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
             # As apply_updates gives it, rounding included.
             new = (p + u).to(p.dtype).to(a.dtype)
-            return a + (1 - state.decay) * (new - a)
+            return a + (1 - kept) * (new - a)
 
-        return updates, EmaState(state.decay, tree.map(average, state.average, params, updates), inner)
+        return updates, EmaState(kept, tree.map(average, state.average, params, updates), inner)
 
     return GradientTransformation(init, update)
 

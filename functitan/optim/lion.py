@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from functitan import tree
-from functitan.optim.transform import GradientTransformation, PyTree, Schedule
+from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.transform import GradientTransformation, PyTree
 
 
 @tree.dataclass
@@ -27,7 +28,7 @@ class LionState:
 
 
 def lion(
-    lr: float | Schedule, *, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0
+    lr: Hyper, *, b1: float | torch.Tensor = 0.9, b2: float | torch.Tensor = 0.99, weight_decay: Hyper = 0.0
 ) -> GradientTransformation:
     """``-lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then ``m <- b2 * m + (1 - b2) * g``.
 
@@ -36,7 +37,7 @@ def lion(
             rates are a third to a tenth of AdamW's, and the decay as much larger.
         b1: of the momentum in the update.
         b2: of the momentum that is kept.
-        weight_decay: the decay, times the learning rate, per step.
+        weight_decay: the decay, times the learning rate, per step; or a schedule.
 
     Returns:
         A transformation with the state :class:`LionState`; updates have the momentum's dtype.
@@ -51,21 +52,20 @@ def lion(
         leaves = tree.leaves(params)
         device = leaves[0].device if leaves else None
         step = torch.zeros((), dtype=torch.int64, device=device)
-        rate = lr(step) if callable(lr) else torch.full((), lr, dtype=torch.float32, device=device)
-        decay = torch.full((), weight_decay, dtype=torch.float32, device=device)
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)), params)
-        return LionState(step, rate, decay, mu)
+        return LionState(step, first(lr, params), first(weight_decay, params), mu)
 
     def update(grads: PyTree, state: LionState, params: PyTree) -> tuple[PyTree, LionState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
-        rate = lr(state.step) if callable(lr) else state.lr
+        rate = current(lr, state.lr, state.step)
+        decay = current(weight_decay, state.weight_decay, state.step)
 
         def leaf_update(m: torch.Tensor, g: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
             sign = (b1 * m + (1 - b1) * g.to(m.dtype)).sign()
-            return -rate * (sign + state.weight_decay * p.to(m.dtype))
+            return -rate * (sign + decay * p.to(m.dtype))
 
         updates = tree.map(leaf_update, state.mu, grads, params)
-        mu = tree.map(lambda m, g: b2 * m + (1 - b2) * g.to(m.dtype), state.mu, grads)
-        return updates, LionState(state.step + 1, rate, state.weight_decay, mu)
+        mu = tree.map(lambda m, g: (b2 * m + (1 - b2) * g.to(m.dtype)).to(m.dtype), state.mu, grads)
+        return updates, LionState(state.step + 1, rate, decay, mu)
 
     return GradientTransformation(init, update)

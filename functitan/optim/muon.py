@@ -20,9 +20,10 @@ import torch
 from functitan import tree
 from functitan.errors import suggest
 from functitan.optim.blocks import Blocks
+from functitan.optim.hyperparams import Hyper, current, first
 from functitan.optim.newton_schulz import Coefficients, coefficients
 from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale, check_settings
-from functitan.optim.transform import GradientTransformation, PyTree, Schedule
+from functitan.optim.transform import GradientTransformation, PyTree
 
 MomentumForm = Literal["ema", "sum"]
 
@@ -47,12 +48,12 @@ class MuonState:
 
 
 def muon(
-    lr: float | Schedule,
+    lr: Hyper,
     *,
-    momentum: float = 0.95,
+    momentum: Hyper = 0.95,
     nesterov: bool = True,
     momentum_form: MomentumForm = "ema",
-    weight_decay: float = 0.1,
+    weight_decay: Hyper = 0.1,
     schedule: str | Coefficients = "quintic",
     scale: Scale = "original",
     eps: float = 1e-7,
@@ -79,12 +80,12 @@ def muon(
 
     Args:
         lr: the learning rate, or a schedule of the 0-d int64 step, which counts from 0.
-        momentum: beta.
+        momentum: beta, or a schedule.
         nesterov: as above.
         momentum_form: "ema" as above, or "sum", ``m <- beta m + g`` and ``u <- g + beta m``: 1 / (1 - beta) times as
             much, which orthogonalisation does not see as long as beta stays as it is. The state of one form becomes
             the other's by that factor.
-        weight_decay: the decay, times the learning rate, per step.
+        weight_decay: the decay, times the learning rate, per step; or a schedule.
         schedule: the coefficients; see :mod:`functitan.optim.newton_schulz`.
         scale: c(A, B): "original" ``sqrt(max(1, A/B))``, "match_rms" ``0.2 sqrt(max(A, B))``, "unclamped"
             ``sqrt(A/B)``; for blocks of a block's own shape.
@@ -137,30 +138,32 @@ def muon(
         orthogonalize.check_leaves(params)
         leaves = tree.leaves(params)
         device = leaves[0].device if leaves else None
-        number = lambda value: torch.full((), value, dtype=torch.float64, device=device)  # noqa: E731
+        number = lambda value: first(value, params, torch.float64)  # noqa: E731
         step = torch.zeros((), dtype=torch.int64, device=device)
-        rate = lr(step).to(torch.float64) if callable(lr) else number(lr)
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)), params)
-        return MuonState(step, rate, number(weight_decay), number(momentum), mu)
+        return MuonState(step, number(lr), number(weight_decay), number(momentum), mu)
 
     def update(grads: PyTree, state: MuonState, params: PyTree) -> tuple[PyTree, MuonState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
         orthogonalize.check_leaves(params)
-        rate = lr(state.step).to(torch.float64) if callable(lr) else state.lr
-        mu, u = with_momentum(state.mu, grads, state.momentum, momentum_form, nesterov, as_torch)
+        rate, decay, beta = (
+            current(value, kept, state.step)
+            for value, kept in ((lr, state.lr), (weight_decay, state.weight_decay), (momentum, state.momentum))
+        )
+        mu, u = with_momentum(state.mu, grads, beta, momentum_form, nesterov, as_torch)
 
         def leaf_update(path: str, direction: torch.Tensor, m: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
             size = rate * orthogonalize.factor(path, p)
             if as_torch:
                 # p * (1 - lr wd) is rounded to p's dtype, then one fused multiply-add: both exact in float64.
-                decayed = p * (1 - rate * state.weight_decay).to(p.dtype)
+                decayed = p * (1 - rate * decay).to(p.dtype)
                 moved = decayed.double() - size.to(torch.float32).double() * direction.double()
                 return moved - p.double()
-            shrink = (rate * state.weight_decay).to(m.dtype) * p.to(m.dtype)
+            shrink = (rate * decay).to(m.dtype) * p.to(m.dtype)
             return -size.to(m.dtype) * direction.to(m.dtype) - shrink
 
         updates = tree.map_with_path(leaf_update, orthogonalize(u), mu, params)
-        return updates, MuonState(state.step + 1, rate, state.weight_decay, state.momentum, mu)
+        return updates, MuonState(state.step + 1, rate, decay, beta, mu)
 
     return GradientTransformation(init, update)
 

@@ -24,10 +24,11 @@ import torch
 from functitan import tree
 from functitan.annotations import constrain_like
 from functitan.optim.blocks import Blocks
+from functitan.optim.hyperparams import Hyper, current, first
 from functitan.optim.muon import MomentumForm, form_problems, with_momentum
 from functitan.optim.newton_schulz import Coefficients, coefficients
 from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale, check_settings
-from functitan.optim.transform import GradientTransformation, PyTree, Schedule
+from functitan.optim.transform import GradientTransformation, PyTree
 
 
 @tree.dataclass
@@ -51,13 +52,13 @@ class NorMuonState:
 
 
 def normuon(
-    lr: float | Schedule,
+    lr: Hyper,
     *,
-    momentum: float = 0.95,
-    b2: float = 0.95,
+    momentum: Hyper = 0.95,
+    b2: Hyper = 0.95,
     nesterov: bool = True,
     momentum_form: MomentumForm = "ema",
-    weight_decay: float = 0.1,
+    weight_decay: Hyper = 0.1,
     schedule: str | Coefficients = "quintic",
     scale: Scale = "match_rms",
     eps: float = 1e-8,
@@ -108,23 +109,27 @@ def normuon(
         orthogonalize.check_leaves(params)
         leaves = tree.leaves(params)
         device = leaves[0].device if leaves else None
-        number = lambda value: torch.full((), value, dtype=torch.float64, device=device)  # noqa: E731
+        number = lambda value: first(value, params, torch.float64)  # noqa: E731
         step = torch.zeros((), dtype=torch.int64, device=device)
-        rate = lr(step).to(torch.float64) if callable(lr) else number(lr)
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=_wide(p)), params)
         nu = tree.map_with_path(lambda path, p: _Neurons.of(orthogonalize, path).zeros(p), params)
-        return NorMuonState(step, rate, number(weight_decay), number(momentum), number(b2), mu, nu)
+        return NorMuonState(step, number(lr), number(weight_decay), number(momentum), number(b2), mu, nu)
 
     def update(grads: PyTree, state: NorMuonState, params: PyTree) -> tuple[PyTree, NorMuonState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
         orthogonalize.check_leaves(params)
-        rate = lr(state.step).to(torch.float64) if callable(lr) else state.lr
-        mu, u = with_momentum(state.mu, grads, state.momentum, momentum_form, nesterov)
+        rate, decay, beta, b2_now = (
+            current(value, kept, state.step)
+            for value, kept in (
+                (lr, state.lr), (weight_decay, state.weight_decay), (momentum, state.momentum), (b2, state.b2),
+            )
+        )  # fmt: skip
+        mu, u = with_momentum(state.mu, grads, beta, momentum_form, nesterov)
         direction = tree.map(lambda o, m: o.to(m.dtype), orthogonalize(u), mu)
         squares = tree.map_with_path(lambda path, o: _Neurons.of(orthogonalize, path).mean(o.square()), direction)
 
         def moment(v: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-            return constrain_like(torch.lerp(v, s, (1 - state.b2).to(v.dtype)), v)
+            return constrain_like(torch.lerp(v, s, (1 - b2_now).to(v.dtype)), v)
 
         nu = tree.map(moment, state.nu, squares)
 
@@ -135,11 +140,11 @@ def normuon(
             before, after = neurons.total(s, o), neurons.total(s * factor.square(), o)
             kept = (before / after.clamp(min=torch.finfo(after.dtype).tiny)).sqrt()
             size = (rate * orthogonalize.factor(path, p)).to(o.dtype)
-            shrink = (rate * state.weight_decay).to(o.dtype) * p.to(o.dtype)
+            shrink = (rate * decay).to(o.dtype) * p.to(o.dtype)
             return -size * (o * neurons.spread(factor * kept, o)) - shrink
 
         updates = tree.map_with_path(leaf_update, direction, nu, squares, params)
-        new = NorMuonState(state.step + 1, rate, state.weight_decay, state.momentum, state.b2, mu, nu)
+        new = NorMuonState(state.step + 1, rate, decay, beta, b2_now, mu, nu)
         return updates, new
 
     return GradientTransformation(init, update)

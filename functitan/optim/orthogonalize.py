@@ -57,6 +57,13 @@ class Orthogonalize:
     axes: tuple[str, ...]
     wire_dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        if isinstance(self.eps, torch.Tensor):
+            raise ArgumentError(
+                f"{self.rule}: the eps of the orthogonalisation is a number of the op, and it was given as a tensor. "
+                'With inject_hyperparams, name it in static=("eps",).'
+            )
+
     def __call__(self, momentum: PyTree) -> PyTree:
         """The orthogonalised matrices of each leaf, laid out as the leaf is, in the dtype that was moved."""
         return tree.map_with_path(self._leaf, momentum)

@@ -8,7 +8,8 @@ import torch
 
 from functitan import tree
 from functitan.errors import ArgumentError
-from functitan.optim.transform import GradientTransformation, PyTree, Schedule
+from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.transform import GradientTransformation, PyTree
 
 
 @tree.dataclass
@@ -30,15 +31,15 @@ class SgdState:
 
 
 def sgd(
-    lr: float | Schedule, *, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    lr: Hyper, *, momentum: Hyper = 0.0, nesterov: bool = False, weight_decay: Hyper = 0.0
 ) -> GradientTransformation:
     """``-lr * m`` with ``m <- momentum * m + g``, as ``torch.optim.SGD`` without dampening.
 
     Args:
         lr: the learning rate, or a schedule of the 0-d int64 step, which counts from 0.
-        momentum: 0 for none, and no state for it.
+        momentum: 0.0 for none, and no state for it; or a schedule.
         nesterov: ``-lr * (g + momentum * m)`` instead.
-        weight_decay: ``weight_decay * p`` is added to the gradient (an L2 penalty, not a decoupled decay).
+        weight_decay: ``weight_decay * p`` is added to the gradient (an L2 penalty, not a decoupled decay); or a schedule.
 
     Returns:
         A transformation with the state :class:`SgdState`; updates are at least float32.
@@ -52,28 +53,31 @@ def sgd(
     >>> updates["w"], rule.update(params, state, params)[0]["w"]
     (tensor(-0.5000), tensor(-0.7500))
     """
-    if nesterov and not momentum:
+    # A schedule, or a tensor, is momentum whatever its value.
+    plain = isinstance(momentum, float | int) and not momentum
+    if nesterov and plain:
         raise ArgumentError("sgd(nesterov=True) has momentum=0.0, and looks ahead along it. Write momentum=0.9.")
 
     def init(params: PyTree) -> SgdState:
         leaves = tree.leaves(params)
         device = leaves[0].device if leaves else None
-        number = lambda value: torch.full((), value, dtype=torch.float32, device=device)  # noqa: E731
         step = torch.zeros((), dtype=torch.int64, device=device)
-        rate = lr(step) if callable(lr) else number(lr)
-        mu = tree.map(lambda p: torch.zeros_like(p, dtype=_wide(p)), params) if momentum else None
-        return SgdState(step, rate, number(momentum), number(weight_decay), mu)
+        mu = None if plain else tree.map(lambda p: torch.zeros_like(p, dtype=_wide(p)), params)
+        return SgdState(step, first(lr, params), first(momentum, params), first(weight_decay, params), mu)
 
     def update(grads: PyTree, state: SgdState, params: PyTree) -> tuple[PyTree, SgdState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
-        rate = lr(state.step) if callable(lr) else state.lr
-        full = tree.map(lambda g, p: g.to(_wide(p)) + state.weight_decay * p.to(_wide(p)), grads, params)
+        rate, beta, decay = (
+            current(value, kept, state.step)
+            for value, kept in ((lr, state.lr), (momentum, state.momentum), (weight_decay, state.weight_decay))
+        )
+        full = tree.map(lambda g, p: g.to(_wide(p)) + decay * p.to(_wide(p)), grads, params)
         mu, direction = state.mu, full
-        if momentum:
-            mu = tree.map(lambda m, g: state.momentum * m + g, state.mu, full)
-            direction = tree.map(lambda m, g: g + state.momentum * m, mu, full) if nesterov else mu
+        if not plain:
+            mu = tree.map(lambda m, g: beta * m + g, state.mu, full)
+            direction = tree.map(lambda m, g: g + beta * m, mu, full) if nesterov else mu
         updates = tree.map(lambda d: -rate * d, direction)
-        return updates, SgdState(state.step + 1, rate, state.momentum, state.weight_decay, mu)
+        return updates, SgdState(state.step + 1, rate, beta, decay, mu)
 
     return GradientTransformation(init, update)
 
