@@ -4,6 +4,7 @@ from functitan.optim.adamw import AdamWState, adam, adamw
 from functitan.optim.blocks import Blocks
 from functitan.optim.clip import ClipState, SkipState, clip_by_global_norm, clip_by_value, global_norm, skip_nonfinite
 from functitan.optim.ema import EmaState, ema_params, with_ema
+from functitan.optim.evaluation import eval_params
 from functitan.optim.hyperparams import Hyper, InjectState, inject_hyperparams
 from functitan.optim.lion import LionState, lion
 from functitan.optim.master import MasterState, with_master
@@ -12,6 +13,7 @@ from functitan.optim.newton_schulz import Coefficients, newton_schulz
 from functitan.optim.normuon import NorMuonState, normuon
 from functitan.optim.partition import Labels, PartitionState, label_tree, masked, masks, partition, table
 from functitan.optim.schedule import constant, cosine, piecewise, warmup_stable_decay
+from functitan.optim.schedule_free import ScheduleFreeState, schedule_free_adamw
 from functitan.optim.sgd import SgdState, sgd
 from functitan.optim.transform import GradientTransformation, Schedule, apply_updates, chain
 
@@ -31,6 +33,7 @@ __all__ = [
     "NorMuonState",
     "PartitionState",
     "Schedule",
+    "ScheduleFreeState",
     "SgdState",
     "SkipState",
     "adam",
@@ -42,6 +45,7 @@ __all__ = [
     "constant",
     "cosine",
     "ema_params",
+    "eval_params",
     "global_norm",
     "inject_hyperparams",
     "label_tree",
@@ -53,6 +57,7 @@ __all__ = [
     "normuon",
     "partition",
     "piecewise",
+    "schedule_free_adamw",
     "sgd",
     "skip_nonfinite",
     "table",

@@ -49,11 +49,11 @@ def with_master(rule: GradientTransformation) -> GradientTransformation:
 
     def init(params: PyTree) -> MasterState:
         master = tree.map(lambda p: p.to(torch.float32) if _narrow(p) else None, params)
-        return MasterState(master, rule.init(_wide(params, master)))
+        return MasterState(master, rule.init(wide_params(params, master)))
 
     def update(grads: PyTree, state: MasterState, params: PyTree) -> tuple[PyTree, MasterState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
-        updates, inner = rule.update(grads, state.inner, _wide(params, state.master))
+        updates, inner = rule.update(grads, state.inner, wide_params(params, state.master))
         old = dict(tree.flatten_with_paths(state.master)[0])
         new = {
             path: (old[path] + u).to(old[path].dtype) for path, u in tree.flatten_with_paths(updates)[0] if path in old
@@ -72,7 +72,7 @@ def _narrow(p: torch.Tensor) -> bool:
     return p.is_floating_point() and p.dtype.itemsize < 4
 
 
-def _wide(params: PyTree, master: PyTree) -> PyTree:
+def wide_params(params: PyTree, master: PyTree) -> PyTree:
     """The parameters with masters in the place of narrow ones."""
     rows = dict(tree.flatten_with_paths(master)[0])
     return tree.map_with_path(lambda path, p: rows.get(path, p), params)
