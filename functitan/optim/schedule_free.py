@@ -75,13 +75,13 @@ def schedule_free_adamw(
     Raises:
         ArgumentError: ``b1`` outside of (0, 1).
 
-    >>> from functitan.optim import apply_updates, eval_params
-    >>> rule, params = schedule_free_adamw(0.5), {"w": torch.tensor(1.0)}
+    >>> from functitan import optim
+    >>> rule, params = optim.schedule_free_adamw(0.5), {"w": torch.tensor(1.0)}
     >>> state = rule.init(params)
     >>> for _ in range(2):
     ...     updates, state = rule.update({"w": torch.tensor(1.0)}, state, params)
-    ...     params = apply_updates(params, updates)
-    >>> params["w"], eval_params(state, params)["w"]
+    ...     params = optim.apply_updates(params, updates)
+    >>> params["w"], optim.eval_params(state, params)["w"]
     (tensor(0.2250), tensor(0.2500))
     """
     if isinstance(b1, float | int) and not 0 < b1 < 1:
