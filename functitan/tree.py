@@ -103,15 +103,18 @@ def flatten_with_paths(tree: PyTree) -> tuple[list[tuple[str, Any]], TreeDef]:
     return list(zip(paths(tree), found, strict=True)), treedef
 
 
-def map(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:
+def map(f: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
     """Apply ``f`` to the leaves of trees of one structure.
+
+    Args:
+        is_leaf: containers of the first tree that count as leaves, as in JAX.
 
     Raises:
         TreeError: a tree of ``rest`` has another structure; the message names the differing paths.
     """
     for other in rest:
         check_same_structure(tree, other)
-    return optree.tree_map(f, tree, *rest, namespace=_NAMESPACE)
+    return optree.tree_map(f, tree, *rest, is_leaf=is_leaf, namespace=_NAMESPACE)
 
 
 def map_with_path(f: Callable[..., Any], tree: PyTree, *rest: PyTree) -> PyTree:

@@ -29,7 +29,7 @@ def load_params(path: str | Path, like: Any) -> Any:
     Raises:
         ConfigError: no such file, not a safetensors file, or names or shapes that differ; all in one message.
     """
-    tensors = _read(Path(path))
+    tensors = read_tensors(Path(path))
     rows, treedef = tree.flatten_with_paths(like)
     problems = []
     for name, leaf in rows:
@@ -50,7 +50,12 @@ def _real_shape(leaf: Any) -> tuple[int, ...]:
     return leaf.real_shape if isinstance(leaf, Param) else tuple(leaf.shape)
 
 
-def _read(path: Path) -> dict[str, torch.Tensor]:
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, by name.
+
+    Raises:
+        ConfigError: no such file, or not a safetensors file.
+    """
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; a run writes params.safetensors into its folder when it ends.")
     try:

@@ -148,6 +148,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
         return 0.0
     if not b.dtype.is_floating_point and not b.dtype.is_complex:
         return 0.0 if torch.equal(a.to(b.dtype), b) else float("inf")
+    if b.dtype.itemsize == 1:  # no arithmetic in float8
+        a, b = a.float(), b.float()
     same = (a == b) | (a.isnan() & b.isnan())
     gap = torch.where(same, torch.zeros_like(b), a - b).abs().max()
     scale = b[b.isfinite()].abs().max() if b.isfinite().any() else torch.ones(())

@@ -59,6 +59,8 @@ def conflict(
         rows.append(row)
     if settled:
         return "\n".join(rows)
+    if solution.advice:
+        return "\n".join([*rows, f"    {solution.advice}"])
     changed = [
         (i, want)
         for i, (have, want) in enumerate(zip(layouts, solution.operands, strict=True))

@@ -7,6 +7,7 @@ from functitan.optim.ema import EmaState, ema_params, with_ema
 from functitan.optim.evaluation import eval_params
 from functitan.optim.hyperparams import Hyper, InjectState, inject_hyperparams
 from functitan.optim.lion import LionState, lion
+from functitan.optim.low_bit import Quantized, dequantize, quantize, state_bytes, with_low_bit_state
 from functitan.optim.master import MasterState, with_master
 from functitan.optim.muon import MuonState, muon
 from functitan.optim.newton_schulz import Coefficients, newton_schulz
@@ -32,6 +33,7 @@ __all__ = [
     "MuonState",
     "NorMuonState",
     "PartitionState",
+    "Quantized",
     "Schedule",
     "ScheduleFreeState",
     "SgdState",
@@ -44,6 +46,7 @@ __all__ = [
     "clip_by_value",
     "constant",
     "cosine",
+    "dequantize",
     "ema_params",
     "eval_params",
     "global_norm",
@@ -57,11 +60,14 @@ __all__ = [
     "normuon",
     "partition",
     "piecewise",
+    "quantize",
     "schedule_free_adamw",
     "sgd",
     "skip_nonfinite",
+    "state_bytes",
     "table",
     "warmup_stable_decay",
     "with_ema",
+    "with_low_bit_state",
     "with_master",
 ]

@@ -87,7 +87,7 @@ def adamw(
         updates = tree.map_with_path(leaf_update, mu, nu, params)
         return updates, AdamWState(step, rate, rate_of_decay, mu, nu)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, {"mu": b1, "nu": b2})
 
 
 def adam(

@@ -68,4 +68,4 @@ def lion(
         mu = tree.map(lambda m, g: (b2 * m + (1 - b2) * g.to(m.dtype)).to(m.dtype), state.mu, grads)
         return updates, LionState(state.step + 1, rate, decay, mu)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, {"mu": b2})

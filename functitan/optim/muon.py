@@ -165,7 +165,7 @@ def muon(
         updates = tree.map_with_path(leaf_update, orthogonalize(u), mu, params)
         return updates, MuonState(state.step + 1, rate, decay, beta, mu)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, {"mu": momentum})
 
 
 def with_momentum(

@@ -147,7 +147,7 @@ def normuon(
         new = NorMuonState(state.step + 1, rate, decay, beta, b2_now, mu, nu)
         return updates, new
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, {"mu": momentum, "nu": b2})
 
 
 def _wide(p: torch.Tensor) -> torch.dtype:

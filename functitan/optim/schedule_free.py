@@ -136,7 +136,7 @@ def schedule_free_adamw(
         updates = tree.map(leaf_update, state.z, z, params)
         return updates, ScheduleFreeState(step, rate, decay, b1_new, lr_max, weights, z, nu)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, {"nu": b2})
 
 
 def average(z: torch.Tensor, y: torch.Tensor, b1: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,7 @@ def sgd(
         updates = tree.map(lambda d: -rate * d, direction)
         return updates, SgdState(state.step + 1, rate, beta, decay, mu)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, {"mu": momentum})
 
 
 def _wide(p: torch.Tensor) -> torch.dtype:

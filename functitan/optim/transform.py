@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ class GradientTransformation:
         init: ``params -> state``. The state has its final structure and shapes from the start.
         update: ``(grads, state, params) -> (updates, state)``, with gradients and updates in the structure of
             the parameters.
+        decay_rates: of the state's moving averages, by field: the share that a step leaves of what was there, a number
+            or what gives one. What stores them in fewer bits reads it.
     """
 
     init: Callable[[PyTree], PyTree]
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
+    decay_rates: Mapping[str, object] = field(default_factory=dict, compare=False)
 
 
 def chain(*transforms: GradientTransformation) -> GradientTransformation:

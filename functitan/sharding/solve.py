@@ -67,7 +67,8 @@ def solve(eq: Equation, call: Call, layouts: Sequence[Layout | None], sizes: Map
         ) & frozenset(a for d in dims for a in _axes(d))
         active = eq.through_storage and any(lay is not None and lay.active for lay in layouts)
         outputs.append(Layout(dims, tuple(a for a in sizes if a in pending), storage, active))
-    return Solution(operands, outputs, conflicts, masked)
+    advice = eq.advice(call, layouts) if conflicts and eq.advice is not None else ""
+    return Solution(operands, outputs, conflicts, masked, advice)
 
 
 def _labelled(

@@ -91,6 +91,9 @@ LocalArguments = Callable[[Call, Sequence[Layout], Sequence[Layout]], tuple[tupl
 #: Emits other local ops instead: (emitter, call, local operands, layouts of operands, layouts of outputs) -> outputs.
 Emit = Callable[[Any, Call, Sequence[Any], Sequence[Layout], Sequence[Layout]], list[Any]]
 
+#: What to write instead: (call, layouts of operands) -> text.
+Advice = Callable[[Call, Sequence[Layout | None]], str]
+
 
 @dataclass(frozen=True)
 class Equation:
@@ -108,6 +111,8 @@ class Equation:
         otherwise: what to use instead where a dim that must be whole is split.
         apart: (output, label): the output does not have the label because it does not depend on it, so that
             splitting the label leaves nothing pending there.
+        advice: (call, layouts of operands) -> what to write where the operands cannot all keep their layouts; by
+            default the ``constrain`` that would settle it.
     """
 
     inputs: tuple[Labels, ...]
@@ -120,6 +125,7 @@ class Equation:
     emit: Emit | None = None
     otherwise: Decompose | None = None
     apart: frozenset[tuple[int, str]] = frozenset()
+    advice: Advice | None = None
 
 
 @dataclass(frozen=True)
@@ -318,9 +324,13 @@ class Conflict:
 
 @dataclass
 class Solution:
-    """How a call runs: the layouts that its operands must have and those that its outputs get."""
+    """How a call runs: the layouts that its operands must have and those that its outputs get.
+
+    Where there are conflicts, ``advice`` is what the rule says to write; empty for a ``constrain``.
+    """
 
     operands: list[Layout]
     outputs: list[Layout]
     conflicts: list[Conflict] = field(default_factory=list)
     masked: frozenset[tuple[int, str]] = frozenset()
+    advice: str = ""
