@@ -57,6 +57,9 @@ class OptimConfig:
         decay: the shape of the decay.
         min_factor: the rate at the end, as a factor on the peak.
         b1, b2, eps, weight_decay: of AdamW.
+        rule: "adamw", or "schedule_free" for :func:`functitan.optim.schedule_free_adamw`, which warms up and then stays
+            at the peak rate: the fields of the decay are not read.
+        ema: the decay of an average of the parameters, which is then what is evaluated and saved; None for none.
         max_norm: gradients are clipped by this global norm; None not to.
     """
 
@@ -69,15 +72,22 @@ class OptimConfig:
     b2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    rule: Literal["adamw", "schedule_free"] = "adamw"
+    ema: float | None = None
     max_norm: float | None = 1.0
 
     def build(self, steps: int) -> GradientTransformation:
         """The step rule for a run of so many steps; steps with a gradient that is not finite are skipped."""
-        return optim.skip_nonfinite(self.adamw(steps), self.max_norm)
+        return self.guarded(self.elementwise(steps))
+
+    def guarded(self, rule: GradientTransformation) -> GradientTransformation:
+        """A rule with what every recipe puts around one: the average, clipping, and the guard of bad steps."""
+        averaged = rule if self.ema is None else optim.with_ema(rule, self.ema)
+        return optim.skip_nonfinite(averaged, self.max_norm)
 
     def labels(self) -> Labels:
         """Which rule steps each leaf, by patterns for paths; see :func:`functitan.optim.partition`."""
-        return [("*", "adamw")]
+        return [("*", self.rule)]
 
     def schedule(self, peak: float, steps: int) -> Schedule:
         """The rate over a run of so many steps, with this peak."""
@@ -90,14 +100,25 @@ class OptimConfig:
             min_factor=self.min_factor,
         )
 
-    def adamw(self, steps: int) -> GradientTransformation:
-        """AdamW under the schedule."""
-        rate = self.schedule(self.lr, steps)
-        return optim.adamw(rate, b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)
+    def elementwise(self, steps: int) -> GradientTransformation:
+        """The rule that ``rule`` names, which works on each element alone."""
+        settings: dict[str, Any] = dict(b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)
+        if self.rule == "schedule_free":
+            return optim.schedule_free_adamw(optim.constant(self.lr, self.warmup), **settings)
+        return optim.adamw(self.schedule(self.lr, steps), **settings)
 
     def metrics(self, state: optim.SkipState) -> dict[str, torch.Tensor]:
         """What the rule's state says of the last step."""
-        return {"grad_norm": state.norm, "lr": state.inner.lr, "skipped": state.skipped}
+        return {"grad_norm": state.norm, "skipped": state.skipped, **self.rates(unguarded(state))}
+
+    def rates(self, state: PyTree) -> dict[str, torch.Tensor]:
+        """The learning rates in the state of the rule itself."""
+        return {"lr": state.lr}
+
+
+def unguarded(state: optim.SkipState) -> PyTree:
+    """The state of the rule inside :meth:`OptimConfig.guarded`."""
+    return state.inner.inner if isinstance(state.inner, optim.EmaState) else state.inner
 
 
 @dataclass(frozen=True)

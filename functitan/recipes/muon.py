@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -20,6 +20,7 @@ class MuonConfig(OptimConfig):
     The fields of :class:`OptimConfig` are AdamW's, and the schedule's.
 
     Attributes:
+        matrix_rule: "muon", or "normuon" for :func:`functitan.optim.normuon`, whose ``b2`` is ``neuron_b2``.
         muon_lr: Muon's peak rate. With scale "match_rms" AdamW's rates fit.
         matrices: globs for the paths of what Muon steps.
         momentum, nesterov, muon_weight_decay, ns_schedule, scale, ns_dtype, layout, wire_dtype: see
@@ -27,6 +28,8 @@ class MuonConfig(OptimConfig):
         muon_axes: the mesh axes that layers are spread over in the stacked layout.
     """
 
+    matrix_rule: Literal["muon", "normuon"] = "muon"
+    neuron_b2: float = 0.95
     muon_lr: float = 3e-4
     matrices: tuple[str, ...] = ("layers/w*", "layers/gate", "layers/up", "layers/down")
     momentum: float = 0.95
@@ -40,11 +43,10 @@ class MuonConfig(OptimConfig):
     wire_dtype: torch.dtype | None = None
 
     def labels(self) -> Labels:
-        return [*((pattern, "muon") for pattern in self.matrices), ("*", "adamw")]
+        return [*((pattern, self.matrix_rule) for pattern in self.matrices), ("*", self.rule)]
 
     def build(self, steps: int) -> GradientTransformation:
-        muon = optim.muon(
-            self.schedule(self.muon_lr, steps),
+        settings: dict[str, Any] = dict(
             momentum=self.momentum,
             nesterov=self.nesterov,
             weight_decay=self.muon_weight_decay,
@@ -55,15 +57,13 @@ class MuonConfig(OptimConfig):
             axes=self.muon_axes if self.layout == "stacked" else (),
             wire_dtype=self.wire_dtype,
         )
-        rule = optim.partition({"muon": muon, "adamw": self.adamw(steps)}, self.labels())
+        rate = self.schedule(self.muon_lr, steps)
+        muon = optim.muon(rate, **settings)
+        if self.matrix_rule == "normuon":
+            muon = optim.normuon(rate, b2=self.neuron_b2, **settings)
+        rule = optim.partition({self.matrix_rule: muon, self.rule: self.elementwise(steps)}, self.labels())
         # Clipped before the orthogonalisation, whose results all have the size that they should.
-        return optim.skip_nonfinite(rule, self.max_norm)
+        return self.guarded(rule)
 
-    def metrics(self, state: optim.SkipState) -> dict[str, torch.Tensor]:
-        groups = state.inner.groups
-        return {
-            "grad_norm": state.norm,
-            "lr": groups["adamw"].lr,
-            "muon_lr": groups["muon"].lr,
-            "skipped": state.skipped,
-        }
+    def rates(self, state: optim.PartitionState) -> dict[str, torch.Tensor]:
+        return {"lr": state.groups[self.rule].lr, "muon_lr": state.groups[self.matrix_rule].lr}

@@ -8,6 +8,7 @@ import torch
 
 from functitan import random, tree
 from functitan.data import Batch
+from functitan.optim.evaluation import eval_params, has_eval_params
 from functitan.runtime.compiled import compile
 from functitan.sharding.array import Array
 from functitan.sharding.mesh import make_mesh
@@ -36,7 +37,10 @@ def _on_one_device(task: Task) -> Steps:
         with torch.no_grad():
             return task.loss(params, batch)
 
-    return Steps(make_init(task, device), make_train_step(task), evaluate, lambda params: params, device)
+    def averaged(state: TrainState) -> PyTree:
+        return eval_params(state.opt, state.params)
+
+    return Steps(make_init(task, device), make_train_step(task), evaluate, averaged, lambda params: params, device)
 
 
 def _on_mesh(task: Task) -> Steps:
@@ -46,11 +50,16 @@ def _on_mesh(task: Task) -> Steps:
     evaluate = compile(task.loss, mesh=mesh, rules=task.rules, backend=task.run.backend, passes=task.passes)
     optimizer_init = compile(task.optimizer.init, mesh=mesh, rules=task.rules)
 
+    average = compile(eval_params, mesh=mesh, rules=task.rules)
+
+    def averaged(state: TrainState) -> PyTree:
+        return average(state.opt, state.params) if has_eval_params(state.opt) else state.params
+
     def first_state() -> TrainState:
         params = init(random.key(task.run.seed, device=device), task.declared, mesh, task.rules)
         return TrainState(params, optimizer_init(params))
 
-    return Steps(first_state, train, evaluate, whole, device)
+    return Steps(first_state, train, evaluate, averaged, whole, device)
 
 
 def whole(params: PyTree) -> PyTree:

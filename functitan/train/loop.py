@@ -56,16 +56,17 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
             else:
                 meter.step_done()
             if run.validate_every and done % run.validate_every == 0 and done < run.steps:
-                found = validate(task, steps, state.params)
+                found = validate(task, steps, steps.eval_params(state))
                 folder.row(done, {"validation_loss": found})
                 progress.line(f"validation loss {found:.4f} nats per byte")
                 meter.resume()
-        validation = validate(task, steps, state.params)
+        params = steps.eval_params(state)
+        validation = validate(task, steps, params)
         folder.row(run.steps, {"validation_loss": validation})
-        sample = sample_text(task, steps, state.params)
+        sample = sample_text(task, steps, params)
         if sample:
             folder.text(run.steps, "sample", sample)
-        folder.params(unpadded(task.declared, steps.whole(state.params)))
+        folder.params(unpadded(task.declared, steps.whole(params)))
         summary = Summary(
             steps=run.steps,
             first_loss=rows[0]["loss"],

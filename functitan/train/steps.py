@@ -35,6 +35,8 @@ class Steps:
         init: ``() -> state``.
         train: ``(state, batch) -> (state, metrics)``; the given state must not be used again.
         evaluate: ``(params, batch) -> (sum, count)``.
+        eval_params: ``state -> params`` to evaluate, save and generate with: an average where the optimizer keeps one
+            for that, see :func:`functitan.optim.eval_params`.
         whole: parameters as a pytree of whole plain tensors, for files and for generation.
         device: where batches are put.
     """
@@ -42,6 +44,7 @@ class Steps:
     init: Callable[[], TrainState]
     train: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     evaluate: Callable[[PyTree, Batch], tuple[torch.Tensor, torch.Tensor]]
+    eval_params: Callable[[TrainState], PyTree]
     whole: Callable[[PyTree], PyTree]
     device: torch.device
 

@@ -79,7 +79,7 @@ def test_the_optimizer_moves_each_matrix_there_and_back_and_gathers_none(recipe)
     program = lower_step(override(recipe, ["mesh.fsdp=2"]).textless_task())
     moved = program.collectives().of(kind="all_to_all", axes=("fsdp",))
     assert moved.runs == 2 * len(MATRICES)
-    own = [c for c in program.collectives() if c.line.startswith(("muon.py", "newton_schulz.py"))]
+    own = [c for c in program.collectives() if c.line.startswith(("orthogonalize.py", "newton_schulz.py"))]
     assert {c.kind for c in own} == {"all_to_all"}
 
 
@@ -88,3 +88,13 @@ def test_layers_that_do_not_divide_can_be_gathered(recipe):
     with pytest.raises(ShardingError, match=r"leaf layers/down(.|\n)*its 2 matrices(.|\n)*fsdp=4"):
         lower_step(odd.textless_task())
     assert lower_step(override(odd, ["optim.layout=gathered"]).textless_task()).collectives()
+
+
+def test_its_matrices_can_be_stepped_by_normuon_and_the_rest_without_a_schedule(recipe, corpus):
+    chosen = override(recipe, ["optim.matrix_rule=normuon", "optim.rule=schedule_free", "mesh.fsdp=2", "simulate=true"])
+    assert [label for _, label in chosen.optim.labels()] == ["normuon"] * 4 + ["schedule_free"]
+    done = train(chosen.task(corpus), progress=Progress(3, io.StringIO()))
+    plain = override(chosen, ["mesh.fsdp=1", "simulate=false", f"run.dir={chosen.run.dir}-one"])
+    alone = train(plain.task(corpus), progress=Progress(3, io.StringIO()))
+    assert done.last_loss == pytest.approx(alone.last_loss, rel=1e-5)
+    assert done.validation == pytest.approx(alone.validation, rel=1e-5)

@@ -1,5 +1,6 @@
 """Short runs, what they write, and how they fail."""
 
+import dataclasses
 import io
 import json
 import math
@@ -12,6 +13,7 @@ from functitan.checkpoint import load_params
 from functitan.data import load_corpus
 from functitan.errors import ConfigError, FunctitanError
 from functitan.recipes import load_recipe, override
+from functitan.sharding.array import Array
 from functitan.train import Progress, build_steps, make_train_step, mean_loss, resolve_device, train
 from functitan.train.metrics import Meter
 
@@ -170,3 +172,31 @@ def test_initial_weights_depend_on_the_seed_and_the_path_only(recipe, corpus):
 def test_run_settings_are_checked(recipe):
     with pytest.raises(FunctitanError, match=r"run\.steps=0"):
         override(recipe, ["run.steps=0"])
+
+
+@pytest.mark.parametrize("mesh", [[], ["mesh.fsdp=2", "simulate=true"]], ids=["one device", "mesh"])
+@pytest.mark.parametrize("setting", ["optim.rule=schedule_free", "optim.ema=0.5"])
+def test_averages_are_what_is_validated_and_saved(recipe, corpus, tmp_path, mesh, setting):
+    """Of the schedule-free rule, x; of an average of parameters, the average: here by the state after the run."""
+    task = override(recipe, [setting, "optim.lr=0.01", "run.sample_tokens=0", "optim.warmup=2", *mesh]).task(corpus)
+    steps = build_steps(task)
+    states = []
+
+    def seen(state, batch):
+        states.append(steps.train(state, batch))
+        return states[-1]
+
+    summary = train(task, steps=dataclasses.replace(steps, train=seen), progress=Progress(4, io.StringIO()))
+    state = tree.map(lambda x: x.full() if isinstance(x, Array) else x, states[-1][0])
+    own = state.opt.inner
+    average = lambda z, y: z + (y - z) / 0.9  # noqa: E731
+    expected = own.average if "ema" in setting else tree.map(average, own.z, state.params)
+    saved = load_params(tmp_path / "run" / "params.safetensors", task.declared)
+    for (path, a), b, y in zip(
+        tree.flatten_with_paths(saved)[0], tree.leaves(expected), tree.leaves(state.params), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7, msg=path)
+        assert (a - y).abs().max() > 1e-4, path
+    total = [task.loss(expected, batch) for batch in task.source.validation()]
+    nats = sum(t.item() for t, _ in total) / sum(int(c.item()) for _, c in total) / task.source.bytes_per_token
+    assert summary.validation == pytest.approx(nats, rel=1e-5)
