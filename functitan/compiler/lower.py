@@ -222,5 +222,5 @@ def _bodies_used(graph: fx.Graph, known: dict[str, LoweredBody]) -> dict[str, Lo
             name = node.meta.get("body")
             if name is not None and name not in found:
                 body = found[name] = known[name]
-                stack += [g for g in (body.forward, body.backward) if g is not None]
+                stack += [g for _, g in body.graphs()]
     return found

@@ -20,7 +20,7 @@ from torch import fx
 
 from functitan.columns import columns, human_bytes
 from functitan.compiler.body_calls import BODY_CALLS, call_body, call_body_backward, scan_body
-from functitan.compiler.text import body_names, target_name
+from functitan.compiler.text import body_names, place_name, target_name
 
 if TYPE_CHECKING:
     from functitan.compiler.program import LoweredBody, Program
@@ -169,9 +169,7 @@ class _Walk:
     def _note(self, where: str, node: fx.Node) -> None:
         if self._total > self.peak:
             self.peak, self.at_peak = self._total, dict(self._live)
-            key = where.removesuffix(".backward")
-            late = " backward" if where.endswith(".backward") else ""
-            self.where = f"{self._names.get(key, key)}{late}: {target_name(node.target)}"
+            self.where = f"{place_name(where, self._names)}: {target_name(node.target)}"
 
     # --- graphs ---------------------------------------------------------------------------------------
 
@@ -306,17 +304,37 @@ class _Walk:
         for value in carry:
             self.hold(value)
         rows: list[list[_Value]] = []  # per walked step, what it saves
+        started: list[list[_Value]] = []
         for step in range(min(length, 2)):
             if step == 1:
                 rows.append(self._rows_between(rows[0], outer, length - 2))
-            outs = self.graph(body.name, body.forward, [*carry, *fixed])
+            self._start(body, ".starts", body.forward_starts, fixed, started, length - step)
+            now = started.pop(0) if started else []
+            outs = self.graph(body.name, body.forward, [*carry, *fixed, *now])
+            for value in now:
+                self.release(value)
             for value in [*carry, *outs[first:n_outs]]:
                 self.release(value)
             carry = outs[:first]
             rows.append(outs[n_outs:])
             self._as_saved(outs[n_outs:])
+        for value in (v for step in started for v in step):
+            self.release(value)
         saved = [tuple(b for step in column for b in step) for column in zip(*rows, strict=True)]
         return [*carry, *stacks, *saved]
+
+    def _start(
+        self,
+        body: LoweredBody,
+        stage: str,
+        graph: fx.Graph | None,
+        inputs: Sequence[_Value],
+        started: list[list[_Value]],
+        left: int,
+    ) -> None:
+        """Walk what starts collectives until so many steps ahead are under way, or all that are left."""
+        while graph is not None and len(started) < min(body.ahead + 1, left):
+            started.append(self.graph(body.name + stage, graph, inputs))
 
     def _rows_between(self, one: list[_Value], outer: set[_Block], times: int) -> list[_Value]:
         """The rows of so many more steps like one: storages shared within a step are shared here."""
@@ -357,14 +375,22 @@ class _Walk:
             if i >= first:
                 totals[i] = (self.new(_storage_bytes(val), "gradients" if k in gradients else "other"),)
                 self.hold(totals[i])
-        for _ in range(min(length, 2)):
-            found = self.graph(f"{body.name}.backward", body.backward, [*kept, *saved, *current])
-            for i, value in zip(body.gradient_of, found, strict=True):
-                if i < first:
-                    self.release(current[carried[i]])
-                    current[carried[i]] = value
-                else:
-                    self.release(value)
+        own = [i for i in body.gradient_of if i < first]
+        started: list[list[_Value]] = []
+        unfinished: list[_Value] = []
+        for step in range(min(length, 2)):
+            self._start(body, ".starts.backward", body.backward_starts, kept, started, length - step)
+            now = started.pop(0) if started else []
+            found = self.graph(f"{body.name}.backward", body.backward, [*kept, *saved, *current, *now])
+            for value in now:
+                self.release(value)
+            for i, value in zip(own, found, strict=False):
+                self.release(current[carried[i]])
+                current[carried[i]] = value
+            unfinished = self._finished(body, unfinished, found[len(own) :])
+        self._finished(body, unfinished, [])
+        for value in (v for step in started for v in step):
+            self.release(value)
         results = [current[carried[i]] if i < first else totals[i] for i in body.gradient_of]
         for i in body.gradient_of:
             if i < first:
@@ -372,6 +398,19 @@ class _Walk:
         for value in current:
             self.release(value)
         return results
+
+    def _finished(self, body: LoweredBody, unfinished: list[_Value], found: list[_Value]) -> list[_Value]:
+        """Take up the gradients of a step, or those of the step before when a graph finishes them; what is left."""
+        if body.backward_finish is None:
+            for value in found:
+                self.release(value)
+            return []
+        if unfinished:
+            for value in self.graph(f"{body.name}.finish.backward", body.backward_finish, unfinished):
+                self.release(value)
+            for value in unfinished:
+                self.release(value)
+        return found
 
 
 def _read_by_backward(graph: fx.Graph) -> set[fx.Node]:

@@ -23,7 +23,7 @@ from functitan.compiler.hardware import Chip
 from functitan.compiler.memory import Memory, measure
 from functitan.compiler.report import summary, to_json
 from functitan.compiler.reshard import Move
-from functitan.compiler.text import body_names, program_text
+from functitan.compiler.text import body_names, place_name, program_text
 from functitan.errors import ConfigError
 from functitan.sharding.layout import Layout
 from functitan.sharding.mesh import Mesh
@@ -59,6 +59,12 @@ class LoweredBody:
         saved_values: fake values of what forward hands to backward.
         tangent_of: the output of each cotangent.
         gradient_of: the input of each gradient.
+        ahead: for a scan, how many steps before its own a step's collectives of ``forward_starts`` and
+            ``backward_starts`` are started; 0 without such graphs.
+        forward_starts: coordinates, inputs -> collectives under way, which forward takes after its inputs.
+        backward_starts: coordinates, kept inputs -> collectives under way, which backward takes last.
+        backward_finish: coordinates, what backward gives after the gradients of the carry -> the other gradients. Run
+            after the backward of the next step, so that the collectives in between have that long.
     """
 
     name: str
@@ -80,6 +86,27 @@ class LoweredBody:
     gradient_layouts: list[Layout]
     gradient_types: list[TensorType]
     remat: Any = None
+    ahead: int = 0
+    forward_starts: fx.Graph | None = None
+    backward_starts: fx.Graph | None = None
+    backward_finish: fx.Graph | None = None
+
+    def graphs(self, *, backward: bool | None = None) -> Iterator[tuple[str, fx.Graph]]:
+        """The body's graphs in the order in which a step runs them, each with its name.
+
+        Args:
+            backward: only those of that pass.
+        """
+        rows = [
+            (".starts", self.forward_starts),
+            ("", self.forward),
+            (".starts.backward", self.backward_starts),
+            (".backward", self.backward),
+            (".finish.backward", self.backward_finish),
+        ]
+        for suffix, graph in rows:
+            if graph is not None and backward in (None, suffix.endswith(".backward")):
+                yield self.name + suffix, graph
 
 
 @dataclass(eq=False)
@@ -118,10 +145,8 @@ class Program:
     def graphs(self) -> Iterator[tuple[str, fx.Graph]]:
         """All graphs with their names: the step, then each body forward and backward."""
         yield "step", self.graph
-        for name, body in self.bodies.items():
-            yield name, body.forward
-            if body.backward is not None:
-                yield f"{name}.backward", body.backward
+        for body in self.bodies.values():
+            yield from body.graphs()
 
     def calls(self) -> Iterator[tuple[str, fx.Node, int]]:
         """Every call of the program with the graph's name and how often a step runs it."""
@@ -141,7 +166,6 @@ class Program:
                 continue
             origin: Origin = node.meta["origin"]
             val = node.args[0].meta["val"]  # type: ignore[union-attr]
-            body, late, _ = where.partition(".backward") if where.endswith(".backward") else (where, "", "")
             found.append(
                 Collective(
                     move.kind,
@@ -152,9 +176,9 @@ class Program:
                     tuple(val.shape),
                     origin.param,
                     str(origin.line or ""),
-                    origin.backward or bool(late),
+                    origin.backward or where.endswith(".backward"),
                     origin.why,
-                    names.get(body, body) + late,
+                    place_name(where, names).replace(" ", "."),
                 )
             )
         return Collectives(found)
@@ -212,7 +236,5 @@ def _calls(program: Program, where: str, graph: fx.Graph, times: int) -> Iterato
             body = program.bodies[str(node.args[0])]
             length = int(node.args[1]) if node.target in (scan_body, scan_body_backward) else 1  # type: ignore[arg-type]
             late = node.target in (call_body_backward, scan_body_backward)
-            inner = body.backward if late else body.forward
-            assert inner is not None
-            name = f"{body.name}.backward" if late else body.name
-            yield from _calls(program, name, inner, times * length)
+            for name, inner in body.graphs(backward=late):
+                yield from _calls(program, name, inner, times * length)

@@ -116,7 +116,7 @@ def split(
     coordinates = [n for n in graph.nodes if n.op == "placeholder" and "coordinate" in n.meta]
     effects = [n for n in graph.nodes if nodes.has_effect(n)]
     if not gradients:
-        return _extract(graph, [*coordinates, *inputs], outs, effects), None, [], []
+        return extract(graph, [*coordinates, *inputs], outs, effects), None, [], []
     late = depends_on(graph, tangents)
     early = ancestors(outs)
     # What an op of forward gives beside what forward returns is there as well: attention's log-sum-exp.
@@ -143,8 +143,8 @@ def split(
     order = {n: i for i, n in enumerate(graph.nodes)}
     saved.sort(key=order.__getitem__)
     kept_inputs = [i for i, n in enumerate(inputs) if n in kept]
-    forward = _extract(graph, [*coordinates, *inputs], [*outs, *saved], [n for n in effects if n not in late])
-    backward = _extract(
+    forward = extract(graph, [*coordinates, *inputs], [*outs, *saved], [n for n in effects if n not in late])
+    backward = extract(
         graph,
         [*coordinates, *(inputs[i] for i in kept_inputs), *saved, *tangents],
         gradients,
@@ -153,7 +153,7 @@ def split(
     return forward, backward, kept_inputs, saved
 
 
-def _extract(
+def extract(
     graph: fx.Graph, inputs: Sequence[fx.Node], outs: Sequence[fx.Node], effects: Sequence[fx.Node]
 ) -> fx.Graph:
     """A graph of its own from some values of a graph to others, with some effects; inputs become placeholders."""

@@ -33,6 +33,19 @@ def body_names(program: Program) -> dict[str, str]:
     return names
 
 
+def place_name(where: str, names: dict[str, str]) -> str:
+    """How people read the name of a graph of :meth:`Program.graphs`.
+
+    >>> place_name("block.0.starts.backward", {"block.0": "block"}), place_name("step", {})
+    ('block backward starts', 'step')
+    """
+    body, late = (where.removesuffix(".backward"), " backward") if where.endswith(".backward") else (where, "")
+    for stage in (".starts", ".finish"):
+        if body.endswith(stage):
+            body, late = body.removesuffix(stage), f"{late} {stage[1:]}"
+    return names.get(body, body) + late
+
+
 def program_text(program: Program, body: str | None = None) -> str:
     """The lowered code.
 
@@ -49,10 +62,8 @@ def program_text(program: Program, body: str | None = None) -> str:
         raise ArgumentError(f'there is no body "{body}"; there are {listed(known)}.{suggest(body, known)}')
     parts = []
     for where, graph in program.graphs():
-        key = where.removesuffix(".backward")
-        shown = names.get(key, key)
-        if body is None or body == shown:
-            title = shown + (" backward" if where.endswith(".backward") else "")
+        title = place_name(where, names)
+        if body is None or body == title or title.startswith(f"{body} "):
             parts.append("\n".join([f"{title}:", *_lines(graph, names)]))
     return "\n\n".join(parts)
 

@@ -11,7 +11,7 @@ from torch import fx
 from functitan.compiler import nodes
 from functitan.compiler import program as targets
 from functitan.compiler.program import LoweredBody, Program
-from functitan.runtime.scan import TensorOps, scan_backward, scan_forward
+from functitan.runtime.scan import Stages, TensorOps, scan_backward, scan_forward
 from functitan.sharding.processes import bound_group
 
 
@@ -26,13 +26,11 @@ class Eager:
     def __init__(self, program: Program, coordinates: dict[str, int]) -> None:
         self._program = program
         self._coordinates = {a: torch.tensor(v) for a, v in coordinates.items()}
-        self._forward: dict[str, Callable[..., Any]] = {}
-        self._backward: dict[str, Callable[..., Any]] = {}
+        self._functions: dict[str, Callable[[list[Any]], list[Any]]] = {}
         # Inner bodies come after the ones that call them.
-        for name, body in reversed(program.bodies.items()):
-            self._forward[name] = self._function(body.forward, name)
-            if body.backward is not None:
-                self._backward[name] = self._function(body.backward, f"{name}.backward")
+        for body in reversed(program.bodies.values()):
+            for name, graph in body.graphs():
+                self._functions[name] = self._function(graph, name)
         self._step = self._function(program.graph, program.name)
 
     def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -66,17 +64,22 @@ class Eager:
         body: LoweredBody = self._program.bodies[str(nodes.args(node)[0])]
         ops = TensorOps()
 
+        def stages(late: str) -> Stages:
+            made = self._functions
+            names = [f"{body.name}{stage}{late}" for stage in ("", ".starts", ".finish")]
+            return Stages(made[names[0]], made.get(names[1]), made.get(names[2]))
+
         def call(name: str, inputs: list[Any]) -> list[Any]:
-            return self._forward[name](inputs)
+            return stages("").main(inputs)
 
         def call_backward(name: str, kept: list[Any], saved: list[Any], cotangents: list[Any]) -> list[Any]:
-            return self._backward[name]([*kept, *saved, *cotangents])
+            return stages(".backward").main([*kept, *saved, *cotangents])
 
         def scan(name: str, length: int, inputs: list[Any]) -> list[Any]:
-            return scan_forward(body, length, inputs, self._forward[name], ops)
+            return scan_forward(body, length, inputs, stages(""), ops)
 
         def scan_back(name: str, length: int, kept: list[Any], saved: list[Any], cotangents: list[Any]) -> list[Any]:
-            return scan_backward(body, length, kept, saved, cotangents, self._backward[name], ops)
+            return scan_backward(body, length, kept, saved, cotangents, stages(".backward"), ops)
 
         return {
             targets.call_body: call,

@@ -2,7 +2,7 @@
 
 A body is compiled forward and backward, whatever the number of its calls; the step around the bodies is cut where it
 calls them, and each piece is compiled. There are no guards: a program has one signature. What inductor cannot take
-(calls of bodies, values that are not tensors, effects) stays Python between the pieces.
+(calls of bodies, values that are not tensors, effects, collectives that end in another graph) stays Python between the pieces.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from functitan.compiler.emit import Constant
 from functitan.compiler.program import BODY_CALLS
 from functitan.errors import FunctitanError
 from functitan.runtime.eager import Eager
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class BackendError(FunctitanError):
@@ -65,6 +68,10 @@ def cut(graph: fx.Graph, name: str) -> fx.Graph:
 def _outside(node: fx.Node) -> bool:
     """Whether a call stays Python: bodies and what comes from them, constants, effects."""
     if "body" in node.meta or isinstance(node.target, Constant) or node.target in BODY_CALLS or nodes.has_effect(node):
+        return True
+    if "collective" in node.meta and any(user.op == "output" for user in node.users):
+        return True  # started here, waited for in another graph
+    if node.target is _WAIT and nodes.args(node)[0].op == "placeholder":
         return True
     return node.target is operator.getitem and "body" in nodes.args(node)[0].meta  # type: ignore[union-attr]
 

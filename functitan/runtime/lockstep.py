@@ -15,7 +15,7 @@ from functitan.compiler import nodes
 from functitan.compiler import program as targets
 from functitan.compiler.program import LoweredBody
 from functitan.runtime import collectives
-from functitan.runtime.scan import scan_backward, scan_forward
+from functitan.runtime.scan import Run, Stages, scan_backward, scan_forward
 from functitan.sharding.mesh import Mesh
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -94,18 +94,32 @@ class Lockstep:
         """Run a body; the results of all ranks become one list per rank, as ops with several outputs give."""
         body: LoweredBody = self._bodies[str(nodes.args(node)[0])]
         groups = [[env[n] for n in a] for a in nodes.args(node) if isinstance(a, list | tuple)]
-        forward = lambda ins: self.graph(body.name, body.forward, ins)  # noqa: E731
-        backward = lambda ins: self.graph(f"{body.name}.backward", body.backward, ins)  # type: ignore[arg-type]  # noqa: E731
+        forward = Stages(
+            self._runs(body.name, body.forward), self._maybe_runs(f"{body.name}.starts", body.forward_starts)
+        )
         if node.target is targets.call_body:
-            outs = forward(groups[0])
-        elif node.target is targets.call_body_backward:
-            outs = backward([*groups[0], *groups[1], *groups[2]])
+            outs = forward.main(groups[0])
         elif node.target is targets.scan_body:
             outs = scan_forward(body, int(nodes.args(node)[1]), groups[0], forward, _RANKED)  # type: ignore[arg-type]
         else:
+            assert body.backward is not None
+            backward = Stages(
+                self._runs(f"{body.name}.backward", body.backward),
+                self._maybe_runs(f"{body.name}.starts.backward", body.backward_starts),
+                self._maybe_runs(f"{body.name}.finish.backward", body.backward_finish),
+            )
             kept, saved, cotangents = groups
-            outs = scan_backward(body, int(nodes.args(node)[1]), kept, saved, cotangents, backward, _RANKED)  # type: ignore[arg-type]
+            if node.target is targets.call_body_backward:
+                outs = backward.main([*kept, *saved, *cotangents])
+            else:
+                outs = scan_backward(body, int(nodes.args(node)[1]), kept, saved, cotangents, backward, _RANKED)  # type: ignore[arg-type]
         return [list(row) for row in zip(*outs, strict=True)] if outs else [[] for _ in range(self.ranks)]
+
+    def _runs(self, name: str, graph: fx.Graph) -> Run:
+        return lambda inputs: self.graph(name, graph, inputs)
+
+    def _maybe_runs(self, name: str, graph: fx.Graph | None) -> Run | None:
+        return None if graph is None else self._runs(name, graph)
 
 
 class _RankedOps:

@@ -1,11 +1,15 @@
 """The loop of a scan over a lowered body, the same for one rank's tensors and for all ranks in lockstep.
 
-Outputs per step are stacked. Values that only go to the backward loop stay a list of rows: nothing copies them.
+Outputs per step are stacked. Values that only go to the backward loop stay a list of rows: nothing copies them. A body
+may have graphs that start collectives for a later step, and one that finishes those of the step before
+(:class:`functitan.compiler.program.LoweredBody`); the loop runs them so much earlier, or one step later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +17,15 @@ import torch
 from functitan.compiler.program import LoweredBody
 
 Run = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """How a backend runs the graphs of one pass of a body: main, and where there are any, starts and finish."""
+
+    main: Run
+    starts: Run | None = None
+    finish: Run | None = None
 
 
 class Ops(Protocol):
@@ -43,14 +56,15 @@ class TensorOps:
         return a + b
 
 
-def scan_forward(body: LoweredBody, length: int, inputs: list[Any], run: Run, ops: Ops) -> list[Any]:
+def scan_forward(body: LoweredBody, length: int, inputs: list[Any], stages: Stages, ops: Ops) -> list[Any]:
     """The last carry, the stacked outputs of all steps, and the rows that backward needs."""
     first, last = body.n_carry, body.n_carry + body.n_xs
     carry, xs, consts = inputs[:first], inputs[first:last], inputs[last:]
     n_outs = len(body.out_layouts)
     steps = []
-    for i in range(length):
-        outs = run([*carry, *(ops.row(x, i) for x in xs), *consts])
+    at = lambda i: [*(ops.row(x, i) for x in xs), *consts]  # noqa: E731
+    for i, started in _started_ahead(range(length), body.ahead, stages.starts, at):
+        outs = stages.main([*carry, *at(i), *started])
         carry = outs[:first]
         steps.append(outs[first:])
     columns = list(zip(*steps, strict=True))
@@ -64,7 +78,7 @@ def scan_backward(
     kept: list[Any],
     saved: list[Any],
     cotangents: list[Any],
-    run: Run,
+    stages: Stages,
     ops: Ops,
 ) -> list[Any]:
     """The gradients of carry, xs and constants, last step first.
@@ -73,21 +87,47 @@ def scan_backward(
     """
     first, last = body.n_carry, body.n_carry + body.n_xs
     carried = {o: k for k, o in enumerate(body.tangent_of) if o < first}
+    own = [j for j in body.gradient_of if j < first]
+    others = [j for j in body.gradient_of if j >= first]
     current = list(cotangents)
     rows: dict[int, list[Any]] = {}
     totals: dict[int, Any] = {}
-    for i in reversed(range(length)):
-        again = [ops.row(x, i) if j < last else x for j, x in zip(body.saved_inputs, kept, strict=True)]
-        tangents = [current[k] if o < first else ops.row(cotangents[k], i) for k, o in enumerate(body.tangent_of)]
-        found = run([*again, *(ops.row(s, i) for s in saved), *tangents])
-        for j, g in zip(body.gradient_of, found, strict=True):
-            if j < first:
-                current[carried[j]] = g
-            elif j < last:
+
+    def take(found: Sequence[Any]) -> None:
+        for j, g in zip(others, found, strict=True):
+            if j < last:
                 rows.setdefault(j, []).append(g)
             else:
                 totals[j] = g if j not in totals else ops.add(totals[j], g)
+
+    at = lambda i: [ops.row(x, i) if j < last else x for j, x in zip(body.saved_inputs, kept, strict=True)]  # noqa: E731
+    unfinished: list[Any] | None = None
+    for i, started in _started_ahead(reversed(range(length)), body.ahead, stages.starts, at):
+        tangents = [current[k] if o < first else ops.row(cotangents[k], i) for k, o in enumerate(body.tangent_of)]
+        found = stages.main([*at(i), *(ops.row(s, i) for s in saved), *tangents, *started])
+        for j, g in zip(own, found, strict=False):
+            current[carried[j]] = g
+        if stages.finish is None:
+            take(found[len(own) :])
+            continue
+        if unfinished is not None:
+            take(stages.finish(unfinished))
+        unfinished = found[len(own) :]
+    if stages.finish is not None and unfinished is not None:
+        take(stages.finish(unfinished))
     return [
         current[carried[j]] if j < first else ops.stack(rows[j][::-1]) if j < last else totals[j]
         for j in body.gradient_of
     ]
+
+
+def _started_ahead(
+    steps: Sequence[int] | Iterator[int], ahead: int, starts: Run | None, at: Callable[[int], list[Any]]
+) -> Iterator[tuple[int, list[Any]]]:
+    """The steps in order, each with what ``starts`` gave for it so many steps before."""
+    waiting: deque[tuple[int, list[Any]]] = deque()
+    for i in steps:
+        waiting.append((i, [] if starts is None else starts(at(i))))
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting

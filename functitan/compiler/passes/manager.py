@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from functitan.compiler.passes.bucket import bucket
+from functitan.compiler.passes.prefetch import prefetch
 from functitan.compiler.passes.record import Counts, PassRecord
 from functitan.compiler.passes.settings import Passes
 from functitan.compiler.program import Program
@@ -29,7 +31,10 @@ class Pass:
 
 
 #: In the order in which they run; a step's graph and its bodies see the same passes on every backend.
-PIPELINE: tuple[Pass, ...] = ()
+PIPELINE: tuple[Pass, ...] = (
+    Pass("bucket", bucket, lambda s: s.bucket_bytes > 0),
+    Pass("prefetch", prefetch, lambda s: s.prefetch > 0),
+)
 
 
 def run_passes(program: Program, settings: Passes, pipeline: Sequence[Pass] = PIPELINE) -> Program:

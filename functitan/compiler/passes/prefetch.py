@@ -1,0 +1,118 @@
+"""Prefetch: a scan's step starts the parameter gathers of a later step, and ends the gradient reductions of the one
+before.
+
+A body's forward and backward graphs are cut at the collectives of parameters: what leads to a gather from stored
+parameters alone is started so many steps before it is waited for, and what follows a gradient's reduction waits until
+the next step's backward is done. In between, links and compute units work at the same time. The numbers are the same;
+the gathered parameters of so many more steps are held at one time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import fx
+
+from functitan.compiler import nodes
+from functitan.compiler.body_calls import scan_body
+from functitan.compiler.passes.bucket import adds_gradient, gathers_parameter
+from functitan.compiler.passes.settings import Passes
+from functitan.compiler.program import LoweredBody, Program
+from functitan.compiler.split import ancestors, depends_on, extract
+from functitan.compiler.text import body_names
+
+
+def prefetch(program: Program, settings: Passes) -> tuple[Program, list[str]]:
+    """Start the gathers of scanned bodies ``settings.prefetch`` steps ahead, and wait late for their reductions."""
+    scanned = {str(nodes.args(n)[0]) for _, g in program.graphs() for n in g.nodes if n.target is scan_body}
+    names = body_names(program)
+    changes: list[str] = []
+    bodies = dict(program.bodies)
+    for name in scanned & bodies.keys():
+        bodies[name], gathers, reductions = _staged(bodies[name], settings.prefetch)
+        parts = []
+        if gathers:
+            steps = f"{settings.prefetch} step{'s' if settings.prefetch > 1 else ''}"
+            parts.append(f"{gathers} gathers are started {steps} ahead")
+        if reductions:
+            parts.append(f"{reductions} reductions of gradients are waited for one step later")
+        if parts:
+            changes.append(f"{names[name]}: {', '.join(parts)}")
+    return replace(program, bodies=bodies), changes
+
+
+def _staged(body: LoweredBody, ahead: int) -> tuple[LoweredBody, int, int]:
+    """The body with its graphs cut, and how many gathers and reductions were moved."""
+    starts, forward, n = _cut_starts(body.forward, lambda places: places[body.n_carry : body.n_inputs])
+    gathers, reductions = n, 0
+    late_starts, backward, finish = None, body.backward, None
+    if backward is not None:
+        kept = len(body.saved_inputs)
+        late_starts, backward, n = _cut_starts(backward, lambda places: places[:kept])
+        gathers += n
+        carried = sum(i < body.n_carry for i in body.gradient_of)
+        backward, finish, reductions = _cut_finish(backward, carried)
+    made = replace(
+        body,
+        forward=forward,
+        backward=backward,
+        ahead=ahead if gathers else 0,
+        forward_starts=starts,
+        backward_starts=late_starts,
+        backward_finish=finish,
+    )
+    return made, gathers, reductions
+
+
+def _cut_starts(
+    graph: fx.Graph, given: Callable[[list[fx.Node]], list[fx.Node]]
+) -> tuple[fx.Graph | None, fx.Graph, int]:
+    """Take the gathers that only some inputs lead to, without another collective before, out of a graph."""
+    coordinates, places, results = _parts(graph)
+    inputs = given(places)
+    free = _computed_from({*coordinates, *inputs}, graph)
+    sends = {n for n in graph.nodes if "collective" in n.meta}
+    first = [n for n in graph.nodes if n in free and gathers_parameter(n) and ancestors([n]) & sends == {n}]
+    if not first:
+        return None, graph, 0
+    effects = [n for n in graph.nodes if nodes.has_effect(n)]
+    starts = extract(graph, [*coordinates, *inputs], first, [])
+    return starts, extract(graph, [*coordinates, *places, *first], results, effects), len(first)
+
+
+def _cut_finish(graph: fx.Graph, carried: int) -> tuple[fx.Graph, fx.Graph | None, int]:
+    """Cut a backward graph where reductions lead to nothing but gradients that no step waits for."""
+    coordinates, places, results = _parts(graph)
+    needed = ancestors(results[:carried])
+    ends = {n for n in graph.nodes if adds_gradient(n) and n not in needed}
+    first = [n for n in graph.nodes if n in ends and ancestors([n]) & ends == {n}]
+    if not first:
+        return graph, None, 0
+    late = {n for n in depends_on(graph, first) if n.op != "output"} - set(first)
+    effects = [n for n in graph.nodes if nodes.has_effect(n)]
+    remade = _computed_from(set(coordinates), graph)
+    left = results[carried:]
+    crossing = {a for n in late for a in n.all_input_nodes} | set(left)
+    handed = [n for n in graph.nodes if n in crossing and n not in late and n not in remade]
+    main = extract(
+        graph, [*coordinates, *places], [*results[:carried], *handed], [n for n in effects if n not in late]
+    )
+    return main, extract(graph, [*coordinates, *handed], left, [n for n in effects if n in late]), len(first)
+
+
+def _parts(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node], list[fx.Node]]:
+    """A graph's coordinates, other inputs, and results."""
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    coordinates = [n for n in places if "coordinate" in n.meta]
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return coordinates, [n for n in places if n not in coordinates], list(nodes.args(output)[0])
+
+
+def _computed_from(roots: set[fx.Node], graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that need no other inputs than the roots."""
+    found = set(roots)
+    for node in graph.nodes:
+        if node.op == "call_function" and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
