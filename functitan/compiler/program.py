@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
@@ -97,16 +97,25 @@ class LoweredBody:
         Args:
             backward: only those of that pass.
         """
-        rows = [
-            (".starts", self.forward_starts),
-            ("", self.forward),
-            (".starts.backward", self.backward_starts),
-            (".backward", self.backward),
-            (".finish.backward", self.backward_finish),
-        ]
-        for suffix, graph in rows:
+        for field_name, suffix in _GRAPHS.items():
+            graph = getattr(self, field_name)
             if graph is not None and backward in (None, suffix.endswith(".backward")):
                 yield self.name + suffix, graph
+
+    def with_graphs(self, change: Callable[[str, fx.Graph], fx.Graph]) -> LoweredBody:
+        """The body with every graph changed by itself: (name, graph) -> graph, with inputs and outputs as they were."""
+        made = {f: (self.name + suffix, getattr(self, f)) for f, suffix in _GRAPHS.items()}
+        return replace(self, **{f: change(name, graph) for f, (name, graph) in made.items() if graph is not None})
+
+
+#: A body's graphs in the order in which a step runs them, with what comes after the body's name in theirs.
+_GRAPHS = {
+    "forward_starts": ".starts",
+    "forward": "",
+    "backward_starts": ".starts.backward",
+    "backward": ".backward",
+    "backward_finish": ".finish.backward",
+}
 
 
 @dataclass(eq=False)

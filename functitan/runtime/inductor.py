@@ -21,7 +21,6 @@ from functitan.compiler.program import BODY_CALLS
 from functitan.errors import FunctitanError
 from functitan.runtime.eager import Eager
 
-
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 

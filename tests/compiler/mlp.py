@@ -21,6 +21,7 @@ DECLARED = {
     "up": ft.Param((L, D, F), ("layers", "embed", "mlp")),
     "down": ft.Param((L, F, D), ("layers", "mlp", "embed")),
 }
+OFF = ft.Passes.off()
 OPTIMIZER = ft.optim.chain(ft.optim.clip_by_global_norm(1.0), ft.optim.adamw(1e-3))
 
 
@@ -64,8 +65,8 @@ class Sizes:
         return 4 * 2 * L * D * F // (self.fsdp * self.tensor)
 
 
-def lowered(data=1, fsdp=1, tensor=1, remat=None, donate=0, simulate=False, hardware=None):
-    """The Program, and with ``simulate`` the state and batch to run it on."""
+def lowered(data=1, fsdp=1, tensor=1, remat=None, donate=0, simulate=False, hardware=None, passes=OFF):
+    """The Program (as it is lowered, but for ``passes``), and with ``simulate`` the state and batch to run it on."""
     axes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     mesh = ft.make_mesh(axes, simulate=True) if simulate else ft.abstract_mesh(axes, hardware=hardware)
     spec = ft.P(("data", "fsdp"), "tensor", None)
@@ -82,6 +83,7 @@ def lowered(data=1, fsdp=1, tensor=1, remat=None, donate=0, simulate=False, hard
         rows = zip(program.out_types, program.out_layouts, strict=True)
         opt = tree.unflatten(program.out_tree, [abstract_array(t.shape, t.dtype, layout, mesh) for t, layout in rows])
         x = abstract_array((B, S, D), torch.float32, layout_of((B, S, D), spec, mesh, "x"), mesh)
-    step = ft.compile(make_step(remat), mesh=mesh, rules=RULES, donate_argnums=() if donate is None else donate)
+    given = () if donate is None else donate
+    step = ft.compile(make_step(remat), mesh=mesh, rules=RULES, donate_argnums=given, passes=passes)
     args = ({"params": params, "opt": opt}, x)
     return (step.lower(*args), step, args) if simulate else step.lower(*args)

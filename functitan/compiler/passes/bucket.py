@@ -36,16 +36,13 @@ def bucket(program: Program, settings: Passes) -> tuple[Program, list[str]]:
     """
     names = body_names(program)
     changes: list[str] = []
-    bodies = {}
-    for name, body in program.bodies.items():
-        made: dict[str, fx.Graph] = {}
-        for where, graph in body.graphs():
-            groups = _groups(graph, settings.bucket_bytes)
-            made[where] = _flatten_reshapes(fuse(graph, groups, _join)) if groups else graph
-            changes += [_sentence(place_name(where, names), group) for group in groups]
-        bodies[name] = replace(
-            body, forward=made[name], backward=made.get(f"{name}.backward") if body.backward is not None else None
-        )
+
+    def changed(where: str, graph: fx.Graph) -> fx.Graph:
+        groups = _groups(graph, settings.bucket_bytes)
+        changes.extend(_sentence(place_name(where, names), group) for group in groups)
+        return _flatten_reshapes(fuse(graph, groups, _join)) if groups else graph
+
+    bodies = {name: body.with_graphs(changed) for name, body in program.bodies.items()}
     return replace(program, bodies=bodies), changes
 
 
@@ -59,7 +56,7 @@ def _groups(graph: fx.Graph, limit: int) -> list[list[fx.Node]]:
             continue
         depth = gathers if gathers_parameter(node) else sums
         val = nodes.args(node)[0].meta["val"]
-        whole = wait_of(node) if gathers_parameter(node) else nodes.args(node)[0]
+        whole = node if gathers_parameter(node) else nodes.args(node)[0]
         key = (node.target, nodes.args(node)[1:], val.dtype, depth[node])
         nbytes = whole.meta["val"].nbytes
         if key not in found or full[key] + nbytes > limit:

@@ -95,9 +95,7 @@ def _cut_finish(graph: fx.Graph, carried: int) -> tuple[fx.Graph, fx.Graph | Non
     left = results[carried:]
     crossing = {a for n in late for a in n.all_input_nodes} | set(left)
     handed = [n for n in graph.nodes if n in crossing and n not in late and n not in remade]
-    main = extract(
-        graph, [*coordinates, *places], [*results[:carried], *handed], [n for n in effects if n not in late]
-    )
+    main = extract(graph, [*coordinates, *places], [*results[:carried], *handed], [n for n in effects if n not in late])
     return main, extract(graph, [*coordinates, *handed], left, [n for n in effects if n in late]), len(first)
 
 

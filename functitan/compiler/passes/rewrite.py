@@ -38,7 +38,5 @@ def each_graph(program: Program, change: Callable[[str, fx.Graph], list[str]]) -
     bodies = {}
     step = changed("step", program.graph)
     for name, body in program.bodies.items():
-        forward = changed(name, body.forward)
-        backward = None if body.backward is None else changed(f"{name}.backward", body.backward)
-        bodies[name] = replace(body, forward=forward, backward=backward)
+        bodies[name] = body.with_graphs(changed)
     return replace(program, graph=step, bodies=bodies), changes

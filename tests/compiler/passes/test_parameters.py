@@ -1,0 +1,109 @@
+"""Buckets and prefetch: fewer collectives with the same bytes, started earlier, and the same numbers."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+import functitan as ft
+from functitan import tree
+from functitan.compiler.passes import Passes
+from functitan.errors import ConfigError
+from tests.compiler.mlp import D, F, L, lowered
+from tests.compiler.placing import agree, randn, whole
+
+OFF = Passes.off()
+BUCKETS = replace(OFF, bucket_bytes=1 << 20)
+AHEAD = replace(OFF, prefetch=1)
+BOTH = replace(OFF, bucket_bytes=1 << 20, prefetch=2)
+
+W = {"a": randn(4, 8, 16, seed=1) / 3, "b": randn(4, 16, 8, seed=2) / 3, "scale": randn(4, 8, seed=3)}
+W_NAMES = {"a": "param layers embed mlp", "b": "param layers mlp embed", "scale": "param layers embed"}
+X = randn(4, 4, 8, seed=4)
+
+
+def loss(w, x):
+    def block(c, u):
+        h = ft.constrain(c * u["scale"], ("batch", "whole_seq", "embed"))
+        return c + ft.constrain(torch.tanh(h @ u["a"]) @ u["b"], ("batch", "seq", "embed")), c.mean()
+
+    y, means = ft.scan(block, x, w)
+    return y.square().sum() + means.sum()
+
+
+def run(passes, axes):
+    return agree(ft.value_and_grad(loss, argnums=(0, 1)), (W, X), (W_NAMES, "batch seq embed"), axes, passes=passes)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_one_device_and_the_program_as_lowered_are_met(axes):
+    _, plain = run(OFF, axes)
+    for passes in (BUCKETS, AHEAD, BOTH):
+        _, found = run(passes, axes)  # equal to one device in float64 by itself
+        for a, b in zip(tree.leaves(plain), tree.leaves(found), strict=True):
+            assert torch.equal(whole(a), whole(b))
+
+
+def test_a_bucket_sends_the_bytes_of_its_members_at_once():
+    plain, packed = lowered(fsdp=4, passes=OFF).collectives(), lowered(fsdp=4, passes=BUCKETS).collectives()
+    assert packed.total == plain.total
+    for kind in ("all_gather", "reduce_scatter"):
+        two, one = plain.of(kind=kind), packed.of(kind=kind)
+        assert len(one) * 2 == len(two) and all(c.count == L for c in one)
+        assert {c.nbytes for c in one} == {2 * 4 * D * F * 3 // 4}
+        assert all(c.param.endswith("params/{up,down}") or c.param.endswith("params/{down,up}") for c in one)
+        assert all(c.why.startswith("bucket of 2: ") for c in one)
+
+
+def test_a_bucket_is_no_larger_than_asked():
+    one_matrix = 4 * D * F
+    assert (
+        lowered(fsdp=4, passes=replace(OFF, bucket_bytes=one_matrix)).collectives()
+        == lowered(fsdp=4, passes=OFF).collectives()
+    )
+    whole = lowered(fsdp=4, passes=replace(OFF, bucket_bytes=2 * one_matrix)).collectives()
+    assert whole.runs < lowered(fsdp=4, passes=OFF).collectives().runs
+
+
+def test_replicated_gradients_are_bucketed_too():
+    plain, packed = lowered(data=2, passes=OFF).collectives(), lowered(data=2, passes=BUCKETS).collectives()
+    assert plain.of(kind="all_reduce", axes=("data",)).runs - packed.of(kind="all_reduce", axes=("data",)).runs == L
+
+
+def test_gathers_of_the_next_step_are_started_before_this_one_computes():
+    program = lowered(fsdp=4, passes=AHEAD)
+    text = program.text("block")
+    assert [t.splitlines()[0] for t in text.split("\n\n")] == [
+        "block starts:",
+        "block:",
+        "block backward starts:",
+        "block backward:",
+        "block backward finish:",
+    ]
+    starts, forward, late_starts, backward, finish = text.split("\n\n")
+    assert starts.count("all_gather(") == late_starts.count("all_gather(") == 2
+    assert "all_gather(" not in forward + backward and forward.count("wait_tensor(") == 2
+    assert "wait_tensor(" not in starts + late_starts
+    assert backward.count("reduce_scatter(") == 2 and finish.count("wait_tensor(") == 2
+    same = lowered(fsdp=4, passes=OFF).collectives()
+    assert (program.collectives().runs, program.collectives().total) == (same.runs, same.total)
+
+
+def test_memory_counts_what_is_gathered_ahead():
+    layer = 2 * 4 * D * F
+    held = [lowered(fsdp=4, passes=replace(OFF, prefetch=n)).memory()["gathered parameters"] for n in (1, 2, 3)]
+    assert [b - a for a, b in pairwise(held)] == [layer, layer]
+
+
+def test_what_changed_is_recorded():
+    bucket, prefetch = (r for r in lowered(fsdp=4, passes=BOTH).passes if r.name in ("bucket", "prefetch"))
+    assert "block: 2 all_gather fsdp as one of 12.0 KiB: state/params/{up,down}" in bucket.changes
+    assert prefetch.changes == (
+        "block: 2 gathers are started 2 steps ahead, 1 reductions of gradients are waited for one step later",
+    )
+
+
+def test_settings_count_from_zero():
+    with pytest.raises(ConfigError, match="prefetch=-1"):
+        Passes(prefetch=-1)
