@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from functitan.compiler.owned import Orthogonalize
 from functitan.ops import attention, grouped_mm  # noqa: F401 (register their ops)
 from functitan.ops.newton_schulz import newton_schulz_flops
+from functitan.ops.orthogonalize import Spread, matrix_flops
 
 aten = torch.ops.aten
 _own = torch.ops.functitan
@@ -35,6 +37,12 @@ def _convolution(x: Shape, w: Shape, out: Shape, transposed: bool) -> int:
     return 2 * math.prod(x if transposed else out) * math.prod(w[1:])
 
 
+def _orthogonalized(xs: Sequence[fx.Node], steps: int, spread: str) -> int:
+    shapes = [tuple(x.meta["val"].shape) for x in xs]
+    pairs = zip(shapes, Spread.of(spread).blocks, strict=True)
+    return sum(math.prod(s[:-2]) * matrix_flops(s[-2:], parts, steps) for s, parts in pairs)
+
+
 _FORMULAS: dict[Any, Callable[..., int]] = {
     aten.mm.default: lambda out, a, b, *_: _product(a, b),
     aten.bmm.default: lambda out, a, b, *_: _product(a, b),
@@ -47,6 +55,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _own.grouped_mm.default: lambda out, x, w, *_: 2 * math.prod(x) * w[-1],
     _own.grouped_mm_dw.default: lambda out, x, dy, *_: 2 * math.prod(x) * dy[-1],
     _own.newton_schulz.default: lambda out, x, abc, eps: newton_schulz_flops(x, len(abc) // 3),
+    _own.orthogonalize.default: lambda out, xs, abc, eps, dtype, spread: _orthogonalized(xs, len(abc) // 3, spread),
     _own.attention.default: lambda out, q, k, v, *_: _attention(q, k, v, products_qk=1, products_v=1),
     # Logits again, gradients of q and k; gradients of probabilities and of v.
     _own.attention_backward.default: lambda out, grad, grad_lse, q, k, v, *_: _attention(
@@ -57,6 +66,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
 
 def flops(node: fx.Node) -> int:
     """Operations of matrix products in one call on one rank; pointwise work counts as memory traffic."""
+    if isinstance(node.target, Orthogonalize):
+        return node.target.flops
     formula = _FORMULAS.get(node.target)
     if formula is None:
         return 0

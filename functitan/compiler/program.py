@@ -21,6 +21,7 @@ from functitan.compiler.cost import Cost, estimate
 from functitan.compiler.emit import Origin
 from functitan.compiler.hardware import Chip
 from functitan.compiler.memory import Memory, measure
+from functitan.compiler.owned import Part
 from functitan.compiler.report import summary, to_json
 from functitan.compiler.reshard import Move
 from functitan.compiler.text import body_names, place_name, program_text
@@ -28,6 +29,7 @@ from functitan.errors import ConfigError
 from functitan.sharding.layout import Layout
 from functitan.sharding.mesh import Mesh
 from functitan.sharding.op_rules.base import TensorType
+from functitan.sharding.ownership import Plan
 
 if TYPE_CHECKING:
     from functitan.compiler.passes import PassRecord
@@ -164,6 +166,11 @@ class Program:
     def nodes(self) -> int:
         """The number of calls in all graphs, each body counted once."""
         return sum(n.op == "call_function" for _, g in self.graphs() for n in g.nodes)
+
+    def plans(self) -> list[Plan]:
+        """Who orthogonalises which matrix, for each optimizer rule that gives matrices to owners."""
+        found = [n.target.plan for _, g in self.graphs() for n in g.nodes if isinstance(n.target, Part)]
+        return list({id(p): p for p in found}.values())
 
     def collectives(self) -> Collectives:
         """Every collective, in program order, with count, bytes, and reason; ``print`` shows a table."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from functitan.compiler import calls, local_calls, messages, nodes
+from functitan.compiler import calls, local_calls, messages, nodes, owned_calls
 from functitan.compiler.applying import Applier
 from functitan.compiler.reading import Context, Env
 from functitan.compiler.values import Value
@@ -22,6 +22,8 @@ from functitan.sharding.op_rules.base import Call, Decompose, Operand, TensorTyp
 from functitan.sharding.op_rules.pointwise import is_pointwise, pointwise
 
 __all__ = ["Context", "Propagator"]
+
+_HANDLERS: tuple[dict[Any, Any], ...] = (calls.HANDLERS, local_calls.HANDLERS, owned_calls.HANDLERS)
 
 
 class Propagator(Applier):
@@ -70,7 +72,7 @@ class Propagator(Applier):
         """Lower one call."""
         if node.target is operator.getitem:
             return self.env[nodes.args(node)[0]][nodes.args(node)[1]]
-        handler = calls.HANDLERS.get(node.target) or local_calls.HANDLERS.get(node.target)
+        handler = next((h[node.target] for h in _HANDLERS if node.target in h), None)
         if handler is not None:
             return handler(self, node)
         call, operands = self.describe(node)

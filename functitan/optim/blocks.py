@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from functitan.ops.orthogonalize import by_blocks
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -54,17 +56,7 @@ def orthogonalize_blocks(
     x: torch.Tensor, blocks: Blocks | None, by: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Apply a function of whole matrices (..., M, C) to each block; blocks of one size are one batch."""
-    if blocks is None:
-        return by(x)
-    parts = blocks.parts(x.shape)
-    if len(set(parts)) > 1:
-        return torch.cat([by(part) for part in torch.split(x, list(parts), dim=blocks.dim)], dim=blocks.dim)
-    rows, cols = x.shape[-2:]
-    batch = list(x.shape[:-2])
-    if blocks.dim == -2:
-        return by(x.reshape(*batch, len(parts), parts[0], cols)).reshape(x.shape)
-    apart = x.reshape(*batch, rows, len(parts), parts[0]).transpose(-3, -2)
-    return by(apart).transpose(-3, -2).reshape(x.shape)
+    return by_blocks(x, None if blocks is None else (blocks.dim, blocks.parts(x.shape)), by)
 
 
 def scale_of(p: torch.Tensor, blocks: Blocks | None, factor: Callable[[int, int], float]) -> torch.Tensor | float:

@@ -63,6 +63,7 @@ def muon(
     layout: Layout | None = None,
     axes: Sequence[str] = (),
     wire_dtype: torch.dtype | None = None,
+    bucket_bytes: int = 64 << 20,
     as_torch: bool = False,
 ) -> GradientTransformation:
     """Orthogonalised momentum for leaves of matrices; other leaves get another rule by
@@ -71,12 +72,21 @@ def muon(
     The default is ``torch.optim.Muon``: EMA momentum, Nesterov, five quintic steps in bfloat16, decay with the base
     rate, not the scaled one.
 
-    **Where a matrix is orthogonalised.** With ``layout="stacked"`` a leaf (L, M, C) goes from where it is stored to
-    whole matrices, with its layers spread over ``axes``, by an all-to-all per axis that split a matrix, and the result
-    goes back the same way: no rank repeats another's work. L must divide by the ranks. Name all axes that split the
-    matrices; one that is left out is gathered. What is stored so already moves nowhere. With ``layout="gathered"``
-    every rank gathers and works on every matrix. With ``layout=None`` matrices are worked on where they are: right for
-    experts, whose matrices are whole; one that is split is an error. No layout changes a bit of the result.
+    **Where a matrix is orthogonalised.** ``axes`` are the mesh axes of the ranks that share the work, so that none
+    repeats another's. Name all that split the matrices; one that is left out is gathered.
+
+    - ``layout="owned"`` gives each matrix to one rank, longest processing time first, so any number of any shapes is
+      spread evenly. They go there in buckets, one all-to-all of uneven parts for each, while the bucket before is worked
+      on, and results go back the same way.
+    - ``layout="stacked"`` spreads the layers of a leaf (L, M, C), by an all-to-all per axis that split a matrix, and back.
+      L must divide by the ranks.
+    - ``layout=None`` takes the one of these with the lower maximal load; the report says which and why. Without ``axes``
+      matrices are worked on where they are: right for experts, whose matrices are whole; one that is split is an error.
+    - ``layout="gathered"``: every rank gathers and works on every matrix.
+
+    What a rank holds whole already moves nowhere, and no layout changes a bit of the result. Along an axis of ``axes``
+    where all ranks hold the same, as the replicas of data parallelism do, work is shared too, and results are sent; leave
+    the axis out for each replica to do its own.
 
     Args:
         lr: the learning rate, or a schedule of the 0-d int64 step, which counts from 0.
@@ -97,6 +107,7 @@ def muon(
             depthwise one is none: give it another rule.
         layout, axes: as above; mesh axes, major to minor.
         wire_dtype: what is moved is cast to it before, both ways; by default ``ns_dtype``, which loses nothing.
+        bucket_bytes: the most that a rank sends at a time in the owned layout, unless a single matrix is more.
         as_torch: round as torch's in-place writes do, eager or compiled: parameters after ``apply_updates`` and the
             momentum then equal ``torch.optim.Muon``'s bit for bit on CPU. Updates are float64 then.
 
@@ -106,8 +117,8 @@ def muon(
     Raises:
         ArgumentError: settings that do not exist or fit; from ``init`` and ``update``, leaves that are no stacks of
             matrices, or do not consist of the blocks that are declared. All in one message.
-        ShardingError: when compiled for a mesh, a leaf whose layers do not divide by the ranks, or with
-            ``layout=None`` one whose matrices are split.
+        ShardingError: when compiled for a mesh, with ``layout="stacked"`` a leaf whose layers do not divide by the
+            ranks, or without ``axes`` one whose matrices are split.
 
     >>> rule = muon(0.1, weight_decay=0.0, ns_dtype=torch.float32)
     >>> params = {"w": torch.eye(2)}
@@ -132,6 +143,7 @@ def muon(
         layout=layout,
         axes=tuple(axes),
         wire_dtype=ns_dtype if wire_dtype is None else wire_dtype,
+        bucket_bytes=bucket_bytes,
     )
 
     def init(params: PyTree) -> MuonState:

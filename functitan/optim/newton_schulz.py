@@ -37,6 +37,14 @@ class Coefficients:
     steps: tuple[tuple[float, float, float], ...]
     safety: float = 1.0
 
+    def flat(self) -> list[float]:
+        """a, b, c of each step, one after the other, as the ops take them."""
+        flat = [value for step in self.steps for value in step]
+        if flat and self.safety != 1.0:
+            # The safety factor folded into the first step: p(x / s) = (a/s) x + (b/s^3) x^3 + (c/s^5) x^5.
+            flat[:3] = [value / self.safety**power for value, power in zip(flat, (1, 3, 5), strict=False)]
+        return flat
+
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 #: Schedules by name.
@@ -112,12 +120,7 @@ def newton_schulz(
             f"newton_schulz needs floating matrices (..., rows, columns); found {x.dtype} {tuple(x.shape)}. "
             "Flatten other shapes to matrices first: a convolution's weight is (out, in * height * width)."
         )
-    found = coefficients(schedule)
-    flat = [value for step in found.steps for value in step]
-    if flat and found.safety != 1.0:
-        # The safety factor folded into the first step: p(x / s) = (a/s) x + (b/s^3) x^3 + (c/s^5) x^5.
-        flat[:3] = [value / found.safety**power for value, power in zip(flat, (1, 3, 5), strict=False)]
-    return newton_schulz_op(x.to(dtype), flat, eps)
+    return newton_schulz_op(x.to(dtype), coefficients(schedule).flat(), eps)
 
 
 def singular_value_map(sigma: torch.Tensor, schedule: str | Coefficients = "quintic") -> torch.Tensor:

@@ -21,12 +21,13 @@ from spmd_types.types import PartitionSpec
 from functitan import tree
 from functitan.annotations import constrain, constrain_like
 from functitan.errors import ArgumentError, listed, raise_batch, suggest
+from functitan.ops.orthogonalize import Spread, orthogonalize_op
 from functitan.optim.blocks import Blocks, orthogonalize_blocks, scale_of
 from functitan.optim.newton_schulz import Coefficients, newton_schulz
 
 PyTree = Any
 Scale = Literal["original", "match_rms", "unclamped"]
-Layout = Literal["stacked", "gathered"]
+Layout = Literal["stacked", "owned", "gathered"]
 #: c(A, B) by name, for A outputs and B inputs.
 SCALES: dict[str, Callable[[int, int], float]] = {
     # Jordan's and torch's default: the spectral norm follows sqrt(A / B), not below 1.
@@ -56,6 +57,7 @@ class Orthogonalize:
     layout: Layout | None
     axes: tuple[str, ...]
     wire_dtype: torch.dtype
+    bucket_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
         if isinstance(self.eps, torch.Tensor):
@@ -66,6 +68,8 @@ class Orthogonalize:
 
     def __call__(self, momentum: PyTree) -> PyTree:
         """The orthogonalised matrices of each leaf, laid out as the leaf is, in the dtype that was moved."""
+        if self.axes and self.layout != "stacked":
+            return self._spread(momentum)
         return tree.map_with_path(self._leaf, momentum)
 
     def factor(self, path: str, p: torch.Tensor) -> torch.Tensor | float:
@@ -96,10 +100,10 @@ class Orthogonalize:
                 problems.append(
                     f"{found}; {self.rule} takes matrices (..., {kind[1:]}. Give it another rule in partition."
                 )
-            elif self.axes and p.ndim < 3 + kernel:
+            elif self.layout == "stacked" and p.ndim < 3 + kernel:
                 problems.append(
                     f'{found}; layout="stacked" spreads the matrices of a leaf (layers, {kind[1:]}. Stack equal shapes '
-                    f'on a leading dim, or give the leaf a {self.rule} rule with layout="gathered".'
+                    f'on a leading dim, or write layout="owned", which takes any number of matrices.'
                 )
             elif own is not None and kernel:
                 problems.append(f"{found}; it is declared in both blocks and convs. A convolution is one matrix.")
@@ -115,6 +119,25 @@ class Orthogonalize:
             return self._whole(path, u)
         moved = self._to_compute(path, u.to(self.wire_dtype))
         return constrain_like(self._whole(path, moved).to(self.wire_dtype), u)
+
+    def _spread(self, momentum: PyTree) -> PyTree:
+        """All leaves as one op, for whose matrices the lowering finds owners."""
+        rows, structure = tree.flatten_with_paths(momentum)
+        moved, blocks = [], []
+        for path, u in rows:
+            kernel, own = self.kernel_dims(path), self.block_of(path)
+            u = u.to(self.wire_dtype)
+            moved.append(u.flatten(-1 - kernel).mT if kernel else u)
+            blocks.append(None if own is None else (own.dim, own.parts(u.shape)))
+        spread = Spread(
+            tuple(path for path, _ in rows), tuple(blocks), self.axes, self.layout or "auto", self.bucket_bytes
+        )
+        found = orthogonalize_op(moved, self.schedule.flat(), self.eps, self.ns_dtype, spread.text())
+        whole = [
+            out.mT.reshape(u.shape) if self.kernel_dims(path) else out
+            for (path, u), out in zip(rows, found, strict=True)
+        ]
+        return tree.unflatten(structure, whole)
 
     def _to_compute(self, path: str, u_LMC: torch.Tensor) -> torch.Tensor:
         """To whole matrices: the first dim spread over mesh axes, or nothing spread and every rank has them all."""
@@ -145,13 +168,16 @@ def check_settings(
     if scale not in SCALES:
         problems.append(f'scale="{scale}": there are {listed(get_args(Scale))}.{suggest(scale, SCALES)}')
     if layout not in (None, *get_args(Layout)):
-        problems.append(f'layout="{layout}": there are "stacked", "gathered", and None for where the matrices are.')
+        names = listed(f'"{name}"' for name in get_args(Layout))
+        problems.append(f'layout="{layout}": there are {names}, and None for where the matrices are.')
     if isinstance(axes, str):
         problems.append(f'axes="{axes}": write a tuple of mesh axes, ("{axes}",).')
-    elif layout == "stacked" and not axes:
-        problems.append('layout="stacked" needs the mesh axes that layers are spread over, such as axes=("fsdp",).')
-    elif layout != "stacked" and axes:
-        problems.append(f'axes={tuple(axes)} are read by layout="stacked", and layout is {layout}. Set both.')
+    elif layout in ("stacked", "owned") and not axes:
+        problems.append(f'layout="{layout}" needs the mesh axes that matrices are spread over, such as axes=("fsdp",).')
+    elif layout == "gathered" and axes:
+        problems.append(
+            f'axes={tuple(axes)} with layout="gathered", where every rank has every matrix. Leave axes out.'
+        )
     for pattern, kernel in convs.items():
         if kernel < 1:
             problems.append(f'convs["{pattern}"]={kernel}: write how many kernel dims it has, 2 for a Conv2d.')

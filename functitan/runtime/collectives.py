@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from functitan.compiler.emit import group
+from functitan.compiler.owned import Exchange
 from functitan.errors import FunctitanError
 from functitan.sharding.mesh import Mesh
 
@@ -108,6 +110,37 @@ def join(target: Any, operands: list[torch.Tensor], args: tuple[Any, ...]) -> li
         pieces = [x.split(list(args[1])) for x in operands]
         return [torch.cat([pieces[src][me] for src in range(n)]) for me in range(n)]
     raise CollectiveMismatch(f"{target} is not a collective that the simulator knows.")
+
+
+def exchange(
+    target: Exchange, operands: list[torch.Tensor], coordinates: Sequence[Sequence[Any]], groups: Groups
+) -> list[torch.Tensor]:
+    """An all-to-all of uneven parts on all ranks.
+
+    Args:
+        target: what is exchanged.
+        operands: what every rank sends.
+        coordinates: per axis that the target takes, the index of every rank.
+        groups: the mesh's groups.
+
+    Raises:
+        CollectiveMismatch: a rank sends another number of elements than its peers expect.
+    """
+    out: list[torch.Tensor] = list(operands)
+    for ranks in groups.of(group(target.group)):
+        splits = [target.splits(target.number([c[r] for c in coordinates])) for r in ranks]
+        for r, (_, sends) in zip(ranks, splits, strict=True):
+            if sum(sends) != operands[r].numel():
+                raise CollectiveMismatch(f"rank {r} has {operands[r].numel()} elements to send, its plan says {sends}.")
+        pieces = [operands[r].split(sends) for r, (_, sends) in zip(ranks, splits, strict=True)]
+        for me, (r, (gets, _)) in enumerate(zip(ranks, splits, strict=True)):
+            parts = [row[me] for row in pieces]
+            if [p.numel() for p in parts] != gets:
+                raise CollectiveMismatch(
+                    f"rank {r} is sent {[p.numel() for p in parts]} elements, its plan says {gets}."
+                )
+            out[r] = torch.cat(parts)
+    return out
 
 
 COLLECTIVES = frozenset(

@@ -10,7 +10,10 @@ from torch import fx
 
 from functitan.compiler import nodes
 from functitan.compiler import program as targets
+from functitan.compiler.emit import group
+from functitan.compiler.owned import Exchange
 from functitan.compiler.program import LoweredBody, Program
+from functitan.runtime.plans import check_plans
 from functitan.runtime.scan import Stages, TensorOps, scan_backward, scan_forward
 from functitan.sharding.processes import bound_group
 
@@ -25,6 +28,7 @@ class Eager:
 
     def __init__(self, program: Program, coordinates: dict[str, int]) -> None:
         self._program = program
+        check_plans(program)
         self._coordinates = {a: torch.tensor(v) for a, v in coordinates.items()}
         self._functions: dict[str, Callable[[list[Any]], list[Any]]] = {}
         # Inner bodies come after the ones that call them.
@@ -48,6 +52,8 @@ class Eager:
                 axes.append(node.meta.get("coordinate"))
             elif node.target in targets.BODY_CALLS:
                 env[node].target = self._bound(node)
+            elif isinstance(node.target, Exchange):
+                env[node].target = self._exchange(node.target)
             elif "collective" in node.meta:
                 *args, group = env[node].args
                 env[node].args = (*args, bound_group(self._program.mesh, str(group)))
@@ -58,6 +64,17 @@ class Eager:
     def _finish(self, graph: fx.Graph, name: str) -> Callable[..., Any]:
         """A bound graph as a Python function of all its placeholders."""
         return fx.GraphModule(torch.nn.Module(), graph).forward
+
+    def _exchange(self, target: Exchange) -> Callable[..., Any]:
+        """An all-to-all of the parts that this rank's plan says."""
+        number = target.number([self._coordinates[a] for a in target.axes])
+        gets, sends = target.splits(number)
+        name = bound_group(self._program.mesh, group(target.group))
+
+        def exchange(send: torch.Tensor, *coordinates: torch.Tensor) -> torch.Tensor:
+            return torch.ops._c10d_functional.all_to_all_single(send, gets, sends, name)
+
+        return exchange
 
     def _bound(self, node: fx.Node) -> Callable[..., Any]:
         """What a body call does here."""

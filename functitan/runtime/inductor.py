@@ -65,14 +65,15 @@ def cut(graph: fx.Graph, name: str) -> fx.Graph:
 
 
 def _outside(node: fx.Node) -> bool:
-    """Whether a call stays Python: bodies and what comes from them, constants, effects."""
-    if "body" in node.meta or isinstance(node.target, Constant) or node.target in BODY_CALLS or nodes.has_effect(node):
+    """Whether a call stays Python: bodies, parts of other sizes on each rank, what comes from them, constants, effects."""
+    if isinstance(node.target, Constant) or node.target in BODY_CALLS or nodes.has_effect(node):
         return True
     if "collective" in node.meta and any(user.op == "output" for user in node.users):
         return True  # started here, waited for in another graph
     if node.target is _WAIT and nodes.args(node)[0].op == "placeholder":
         return True
-    return node.target is operator.getitem and "body" in nodes.args(node)[0].meta  # type: ignore[union-attr]
+    source = nodes.args(node)[0] if node.target is operator.getitem else node
+    return "body" in source.meta or "owned" in source.meta  # type: ignore[union-attr]
 
 
 def _place(outer: fx.Graph, env: dict[fx.Node, fx.Node], run: list[fx.Node], name: str) -> None:

@@ -13,6 +13,7 @@ from torch import fx
 
 from functitan.compiler import nodes
 from functitan.compiler import program as targets
+from functitan.compiler.owned import Exchange
 from functitan.compiler.program import LoweredBody
 from functitan.runtime import collectives
 from functitan.runtime.scan import Run, Stages, scan_backward, scan_forward
@@ -82,6 +83,9 @@ class Lockstep:
         if target in collectives.COLLECTIVES:
             x, *rest = node.args
             return collectives.run(target, env[x], tuple(rest), self._groups)  # type: ignore[index]
+        if isinstance(target, Exchange):
+            x, *coordinates = nodes.args(node)
+            return collectives.exchange(target, env[x], [env[c] for c in coordinates], self._groups)
         if target is _WAIT:
             return env[nodes.args(node)[0]]  # type: ignore[index]
         out = []
