@@ -43,8 +43,10 @@ class Cost:
         hbm: bytes moved to and from memory, with pointwise ops fused.
         sent: bytes sent to other ranks.
         compute: seconds of compute: each op by the slower of its operations and its memory traffic.
-        parameters: seconds of collectives of parameters and gradients, which can run beside compute.
-        activations: seconds of the others, which compute waits for.
+        parameters: seconds of collectives of parameters and gradients.
+        activations: seconds of the others.
+        ahead: seconds of those that the Program starts in one graph and waits for in another, a step of a scan apart:
+            they run beside compute. It waits for all others where they are started.
         peak: bytes of memory at the peak.
         memory: bytes of the chip's memory.
         peak_flops: the chip's rate in the dtype in which most operations run.
@@ -59,6 +61,7 @@ class Cost:
     compute: float
     parameters: float
     activations: float
+    ahead: float
     peak: int
     memory: float
     peak_flops: float
@@ -77,8 +80,8 @@ class Cost:
 
     @property
     def overlapped(self) -> float:
-        """Seconds of a step whose parameter and gradient collectives run beside compute where they fit."""
-        return max(self.compute, self.parameters) + self.activations
+        """Seconds of a step in which what is started ahead runs beside compute, as far as it fits."""
+        return max(self.compute, self.ahead) + self.communication - self.ahead
 
     @property
     def fits(self) -> bool:
@@ -104,8 +107,9 @@ class Cost:
             ("matrix operations", human_count(self.flops)),
             ("compute", human_seconds(self.compute)),
             ("communication", human_seconds(self.communication)),
-            ("  parameters, gradients", human_seconds(self.parameters), "can run beside compute"),
-            ("  activations", human_seconds(self.activations), "compute waits for them"),
+            ("  parameters, gradients", human_seconds(self.parameters)),
+            ("  activations", human_seconds(self.activations)),
+            ("  of it started ahead", human_seconds(self.ahead), "runs beside compute"),
             ("step without overlap", human_seconds(self.serial)),
             ("step with overlap", human_seconds(self.overlapped), f"{self.utilization:.0%} of the peak rate"),
         ]
@@ -126,6 +130,7 @@ def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
     totals: dict[str, list[float]] = {}
     by_dtype: dict[str, int] = {}
     moved = {"parameters": 0.0, "activations": 0.0}
+    ahead = 0.0
     sent = 0
     for where, node, times in program.calls():
         row = totals.setdefault(where, [0, 0, 0.0, 0.0])
@@ -134,8 +139,10 @@ def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
             seconds = times * collective_seconds(move.kind, move.axes, move.nbytes, program.mesh, c)
             row[3] += seconds
             origin = node.meta["origin"]
-            beside = origin.gather or (origin.backward and bool(origin.param))
-            moved["parameters" if beside else "activations"] += seconds
+            of_parameter = origin.gather or (origin.backward and bool(origin.param))
+            moved["parameters" if of_parameter else "activations"] += seconds
+            if any(user.op == "output" for user in node.users):  # under way when the graph ends
+                ahead += seconds
             sent += times * move.nbytes
             continue
         operations, nbytes = flops(node), traffic[where].get(node, 0)
@@ -157,6 +164,7 @@ def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
         sum(p.compute for p in parts.values()),
         moved["parameters"],
         moved["activations"],
+        ahead,
         peak,
         c.memory,
         c.rate(main),

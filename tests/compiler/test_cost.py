@@ -59,10 +59,22 @@ def test_seconds_of_an_exchange():
 def test_times_add_up():
     cost = lowered(data=2, fsdp=2, tensor=2).cost("h100")
     assert cost.serial == pytest.approx(cost.compute + cost.parameters + cost.activations)
-    assert cost.overlapped == pytest.approx(max(cost.compute, cost.parameters) + cost.activations)
+    assert cost.ahead == 0 and cost.overlapped == pytest.approx(cost.serial)  # as lowered, it waits for each
     assert cost.sent == lowered(data=2, fsdp=2, tensor=2).collectives().total
     assert sum(p.flops for p in cost.parts.values()) == cost.flops
     assert cost.parameters > 0 and cost.activations > 0
+
+
+def test_what_is_started_ahead_runs_beside_compute():
+    mesh = ft.abstract_mesh({"data": 1, "fsdp": 4, "tensor": 1})
+    program = lowered(fsdp=4, passes=dataclasses.replace(ft.Passes.off(), prefetch=1))
+    cost = program.cost("h100")
+    layers = program.collectives().of(axes=("fsdp",))
+    seconds = [
+        c.count * collective_seconds(c.kind, c.axes, c.nbytes, mesh, H100) for c in layers if "params/" in c.param
+    ]
+    assert cost.ahead == pytest.approx(sum(seconds)) and 0 < cost.ahead < cost.communication
+    assert cost.overlapped == pytest.approx(max(cost.compute, cost.ahead) + cost.communication - cost.ahead)
 
 
 def test_what_does_not_fit_is_said():
