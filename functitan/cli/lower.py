@@ -35,6 +35,10 @@ def lower(
         str | None, typer.Option("--body", help='What --text shows: a body\'s name, "step", or "all".')
     ] = None,
     passes: Annotated[bool, typer.Option("--passes", help="What each pass changed in the lowered code.")] = False,
+    optim: Annotated[
+        bool,
+        typer.Option("--optim", help="Which ranks work on which matrices of the optimizer, and what moves for it."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON.")] = False,
     versus: Annotated[
         str | None, typer.Option("--vs", metavar="MESH", help="A second mesh, side by side with the first.")
@@ -52,6 +56,7 @@ def lower(
     from functitan.cli.settings import chosen_recipe
     from functitan.compiler.hardware import chip
     from functitan.compiler.passes import passes_text
+    from functitan.compiler.work_report import work_text
 
     if hardware is not None:
         hardware = chip(hardware).name  # refused before anything is lowered
@@ -69,6 +74,8 @@ def lower(
         parts.append(str(program.collectives()))
     if passes:
         parts.append(passes_text(program.passes))
+    if optim:
+        parts.append(work_text(program))
     if text or body is not None:
         parts.append(_code(program, body))
     typer.echo("\n\n".join(parts) if parts else _screen(chosen, program))

@@ -234,7 +234,8 @@ def _stacked(spread: Spread, values: Sequence[Value], axes: Sequence[str], sizes
     ]
     if not odd:
         return "stacked", f"the layers of every leaf divide by {ranks} ranks, so that all have the mean load"
-    return "owned", f"{ranks} ranks do not divide the layers of {listed(odd)}"
+    more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
+    return "owned", f"{ranks} ranks do not divide the layers of {listed(odd[:3])}{more}"
 
 
 def _spread_over(

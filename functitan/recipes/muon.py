@@ -9,7 +9,7 @@ import torch
 
 from functitan import optim
 from functitan.optim import GradientTransformation, Labels
-from functitan.optim.orthogonalize import Scale
+from functitan.optim.orthogonalize import Layout, Scale
 from functitan.recipes.base import OptimConfig
 
 
@@ -25,7 +25,8 @@ class MuonConfig(OptimConfig):
         matrices: globs for the paths of what Muon steps.
         momentum, nesterov, muon_weight_decay, ns_schedule, scale, ns_dtype, layout, wire_dtype: see
             :func:`functitan.optim.muon`.
-        muon_axes: the mesh axes that layers are spread over in the stacked layout.
+            Without a layout it is the one of stacked and owned with the lower maximal load.
+        muon_axes: the mesh axes of the ranks that share the work.
     """
 
     matrix_rule: Literal["muon", "normuon"] = "muon"
@@ -38,7 +39,7 @@ class MuonConfig(OptimConfig):
     ns_schedule: Literal["quintic", "polar_express", "two_phase"] = "quintic"
     scale: Scale = "match_rms"
     ns_dtype: torch.dtype = torch.bfloat16
-    layout: Literal["stacked", "gathered"] = "stacked"
+    layout: Layout | None = None
     muon_axes: tuple[str, ...] = ("fsdp", "tensor")
     wire_dtype: torch.dtype | None = None
 
@@ -54,7 +55,7 @@ class MuonConfig(OptimConfig):
             scale=self.scale,
             ns_dtype=self.ns_dtype,
             layout=self.layout,
-            axes=self.muon_axes if self.layout == "stacked" else (),
+            axes=() if self.layout == "gathered" else self.muon_axes,
             wire_dtype=self.wire_dtype,
         )
         rate = self.schedule(self.muon_lr, steps)

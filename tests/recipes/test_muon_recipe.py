@@ -1,6 +1,7 @@
 """The recipe with Muon: who steps what, what its optimizer sends, and that it trains alike on a mesh."""
 
 import io
+import re
 import sys
 
 import pytest
@@ -83,11 +84,38 @@ def test_the_optimizer_moves_each_matrix_there_and_back_and_gathers_none(recipe)
     assert {c.kind for c in own} == {"all_to_all"}
 
 
-def test_layers_that_do_not_divide_can_be_gathered(recipe):
+def test_layers_that_do_not_divide_are_owned_by_ranks(recipe):
     odd = override(recipe, ["mesh.fsdp=4"])
     with pytest.raises(ShardingError, match=r"leaf layers/down(.|\n)*its 2 matrices(.|\n)*fsdp=4"):
-        lower_step(odd.textless_task())
+        lower_step(override(odd, ["optim.layout=stacked"]).textless_task())
+    program = lower_step(odd.textless_task())
+    (plan,) = program.plans()
+    assert sum(plan.matrices()) == 2 * len(MATRICES)
     assert lower_step(override(odd, ["optim.layout=gathered"]).textless_task()).collectives()
+
+
+def test_lower_prints_who_works_on_what(recipe, monkeypatch, capsys):
+    def shown(*words):
+        monkeypatch.setattr(sys, "argv", ["functitan", "lower", "llama3-debug-muon", "--optim", *words])
+        with pytest.raises(SystemExit):
+            main()
+        return capsys.readouterr().out
+
+    small = [w for setting in TINY for w in ("--set", setting)]
+    owned = shown("--mesh", "fsdp=4", *small)
+    assert "owned over fsdp=4: 14 matrices of 7 leaves, plan " in owned
+    for words in (
+        r"most over mean operations 1\.\d+, lower bound 1\.\d+",
+        r"received in +\d",
+        r"back +\d",
+        r"0 +fsdp +14",
+    ):
+        assert re.search(words, owned), words
+    assert "owned, since 4 ranks do not divide the layers of" in owned
+    stacked = shown("--mesh", "fsdp=2", *small)
+    assert "every rank alike" in stacked and "stacked, since the layers of every leaf divide by 2 ranks" in stacked
+    (total,) = [line.split() for line in stacked.splitlines() if " all " in line and line.split()[1] == "all"]
+    assert total[0] == "7" and "0 B" not in stacked  # 14 matrices on two ranks; each moves there and back
 
 
 def test_its_matrices_can_be_stepped_by_normuon_and_the_rest_without_a_schedule(recipe, corpus):
