@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from functitan.compiler.owned import Orthogonalize
-from functitan.ops import attention, grouped_mm  # noqa: F401 (register their ops)
+from functitan.ops import attention, attention_logits, grouped_mm  # noqa: F401 (register their ops)
 from functitan.ops.newton_schulz import newton_schulz_flops
 from functitan.ops.orthogonalize import Spread, matrix_flops
 
@@ -57,6 +57,7 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _own.newton_schulz.default: lambda out, x, abc, eps: newton_schulz_flops(x, len(abc) // 3),
     _own.orthogonalize.default: lambda out, xs, abc, eps, dtype, spread: _orthogonalized(xs, len(abc) // 3, spread),
     _own.attention.default: lambda out, q, k, v, *_: _attention(q, k, v, products_qk=1, products_v=1),
+    _own.attention_max_logits.default: lambda out, q, k, *_: _attention(q, k, k, products_qk=1, products_v=0),
     # Logits again, gradients of q and k; gradients of probabilities and of v.
     _own.attention_backward.default: lambda out, grad, grad_lse, q, k, v, *_: _attention(
         q, k, v, products_qk=3, products_v=2

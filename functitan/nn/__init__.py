@@ -1,7 +1,7 @@
 """Layers as functions of plain tensors. Models are in :mod:`functitan.nn.models`."""
 
 from functitan.nn import init
-from functitan.nn.attention import causal_attention, decode_attention, merge_heads, qkv_heads
+from functitan.nn.attention import causal_attention, decode_attention, max_logits, merge_heads, qkv_heads
 from functitan.nn.embedding import embedding
 from functitan.nn.linear import linear
 from functitan.nn.loss import IGNORE_INDEX, cross_entropy
@@ -19,6 +19,7 @@ __all__ = [
     "embedding",
     "init",
     "linear",
+    "max_logits",
     "merge_heads",
     "qkv_heads",
     "rms_norm",

@@ -10,6 +10,7 @@ import torch
 from functitan.annotations import checkpoint_name
 from functitan.nn.linear import linear
 from functitan.nn.rope import RopeLayout, apply_rope
+from functitan.ops import attention_logits
 from functitan.ops.attention import attention
 
 
@@ -75,6 +76,18 @@ def causal_attention(
     """
     out_BHSK = attention(q_BHSK, k_BGSK, v_BGSK, causal=True, segment_ids=segment_ids_BS)
     return checkpoint_name(out_BHSK, "attention_out")
+
+
+def max_logits(q_BHSK: torch.Tensor, k_BGSK: torch.Tensor, segment_ids_BS: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest logit of each row and head that :func:`causal_attention` takes a softmax of; no gradient passes.
+
+    The largest over the batch, ``.amax(0)``, is what :func:`functitan.optim.qk_clip` reads. Take it after the layers'
+    scan, so that the ranks' maxima are joined once for all layers.
+
+    Returns:
+        (B, H), float32 at least.
+    """
+    return attention_logits.max_logits(q_BHSK, k_BGSK, causal=True, segment_ids=segment_ids_BS)
 
 
 def decode_attention(

@@ -13,6 +13,7 @@ from functitan.optim.muon import MuonState, muon
 from functitan.optim.newton_schulz import Coefficients, newton_schulz
 from functitan.optim.normuon import NorMuonState, normuon
 from functitan.optim.partition import Labels, PartitionState, label_tree, masked, masks, partition, table
+from functitan.optim.qk_clip import QkClipState, qk_clip
 from functitan.optim.schedule import constant, cosine, piecewise, warmup_stable_decay
 from functitan.optim.schedule_free import ScheduleFreeState, schedule_free_adamw
 from functitan.optim.sgd import SgdState, sgd
@@ -33,6 +34,7 @@ __all__ = [
     "MuonState",
     "NorMuonState",
     "PartitionState",
+    "QkClipState",
     "Quantized",
     "Schedule",
     "ScheduleFreeState",
@@ -60,6 +62,7 @@ __all__ = [
     "normuon",
     "partition",
     "piecewise",
+    "qk_clip",
     "quantize",
     "schedule_free_adamw",
     "sgd",

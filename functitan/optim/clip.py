@@ -8,7 +8,7 @@ import torch
 
 from functitan import tree
 from functitan.errors import ArgumentError
-from functitan.optim.transform import GradientTransformation, PyTree
+from functitan.optim.transform import GradientTransformation, PyTree, extra_of
 
 
 def global_norm(values: PyTree) -> torch.Tensor:
@@ -116,18 +116,18 @@ def skip_nonfinite(inner: GradientTransformation, max_norm: float | None = None)
         skipped = _scalar(params, 0.0).to(torch.int64)
         return SkipState(_scalar(params, 0.0), skipped, inner.init(params))
 
-    def update(grads: PyTree, state: SkipState, params: PyTree) -> tuple[PyTree, SkipState]:
+    def update(grads: PyTree, state: SkipState, params: PyTree, **extra: PyTree) -> tuple[PyTree, SkipState]:
         norm = global_norm(grads)
         finite = torch.isfinite(norm)
         if max_norm is not None:
             scale = clip_scale(norm, max_norm)
             grads = tree.map(lambda g: g * scale.to(g.dtype), grads)
-        updates, new = inner.update(grads, state.inner, params)
+        updates, new = inner.update(grads, state.inner, params, **extra_of([inner], extra)[0])
         updates = tree.map(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
         kept = tree.map(lambda n, o: torch.where(finite, n, o), new, state.inner)
         return updates, SkipState(norm, state.skipped + (~finite).to(torch.int64), kept)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, extra=inner.extra)
 
 
 def _scalar(params: PyTree, value: float) -> torch.Tensor:

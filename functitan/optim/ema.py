@@ -9,7 +9,7 @@ import torch
 from functitan import tree
 from functitan.errors import ArgumentError
 from functitan.optim.hyperparams import first
-from functitan.optim.transform import GradientTransformation, PyTree
+from functitan.optim.transform import GradientTransformation, PyTree, extra_of
 
 
 @tree.dataclass
@@ -55,8 +55,8 @@ def with_ema(rule: GradientTransformation, decay: float | torch.Tensor = 0.999) 
         average = tree.map(lambda p: p.to(torch.promote_types(p.dtype, torch.float32), copy=True), params)
         return EmaState(first(decay, params), average, rule.init(params))
 
-    def update(grads: PyTree, state: EmaState, params: PyTree) -> tuple[PyTree, EmaState]:
-        updates, inner = rule.update(grads, state.inner, params)
+    def update(grads: PyTree, state: EmaState, params: PyTree, **extra: PyTree) -> tuple[PyTree, EmaState]:
+        updates, inner = rule.update(grads, state.inner, params, **extra_of([rule], extra)[0])
         kept = decay.to(state.decay.dtype, copy=True) if isinstance(decay, torch.Tensor) else state.decay
 
         def average(a: torch.Tensor, p: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def with_ema(rule: GradientTransformation, decay: float | torch.Tensor = 0.999) 
 
         return updates, EmaState(kept, tree.map(average, state.average, params, updates), inner)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, extra=rule.extra)
 
 
 def ema_params(state: EmaState, params: PyTree) -> PyTree:

@@ -106,16 +106,19 @@ def inject_hyperparams(
         }
         fixed = {name: value for name, value in given.items() if name not in injected}
 
+        for name, value in injected.items():
+            if callable(value):
+                _check_schedule(name_of, name, value)
+        # What the rule says of itself does not depend on the values.
+        example = factory(**fixed, **{name: first(value, (), torch.float64) for name, value in injected.items()})
+
         def init(params: PyTree) -> InjectState:
             leaves = tree.leaves(params)
             step = torch.zeros((), dtype=torch.int64, device=leaves[0].device if leaves else None)
-            for name, value in injected.items():
-                if callable(value):
-                    _check_schedule(name_of, name, value, step)
             values = {name: first(value, params, torch.float64) for name, value in injected.items()}
             return InjectState(step, values, factory(**fixed, **values).init(params))
 
-        def update(grads: PyTree, state: InjectState, params: PyTree) -> tuple[PyTree, InjectState]:
+        def update(grads: PyTree, state: InjectState, params: PyTree, **extra: PyTree) -> tuple[PyTree, InjectState]:
             # A number or a tensor was a first value: from then on the state has it.
             values = {
                 name: current(value, state.hyperparams[name], state.step)
@@ -123,10 +126,10 @@ def inject_hyperparams(
                 else state.hyperparams[name]
                 for name, value in injected.items()
             }
-            updates, inner = factory(**fixed, **values).update(grads, state.inner, params)
+            updates, inner = factory(**fixed, **values).update(grads, state.inner, params, **extra)
             return updates, InjectState(state.step + 1, values, inner)
 
-        return GradientTransformation(init, update)
+        return GradientTransformation(init, update, example.decay_rates, example.extra)
 
     return make
 
@@ -137,9 +140,9 @@ def _is_hyper(value: Any) -> bool:
     return isinstance(value, float) or (callable(value) and not isinstance(value, type))
 
 
-def _check_schedule(factory: str, name: str, schedule: Callable[[torch.Tensor], Any], step: torch.Tensor) -> None:
+def _check_schedule(factory: str, name: str, schedule: Callable[[torch.Tensor], Any]) -> None:
     try:
-        value = schedule(step)
+        value = schedule(torch.zeros((), dtype=torch.int64))
     except Exception as error:
         found, cause = f"raises {type(error).__name__}: {error}", error
     else:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from functitan import tree
-from functitan.optim.transform import GradientTransformation, PyTree
+from functitan.optim.transform import GradientTransformation, PyTree, extra_of
 
 
 @tree.dataclass
@@ -51,9 +51,10 @@ def with_master(rule: GradientTransformation) -> GradientTransformation:
         master = tree.map(lambda p: p.to(torch.float32) if _narrow(p) else None, params)
         return MasterState(master, rule.init(wide_params(params, master)))
 
-    def update(grads: PyTree, state: MasterState, params: PyTree) -> tuple[PyTree, MasterState]:
+    def update(grads: PyTree, state: MasterState, params: PyTree, **extra: PyTree) -> tuple[PyTree, MasterState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
-        updates, inner = rule.update(grads, state.inner, wide_params(params, state.master))
+        read = extra_of([rule], extra)[0]
+        updates, inner = rule.update(grads, state.inner, wide_params(params, state.master), **read)
         old = dict(tree.flatten_with_paths(state.master)[0])
         new = {
             path: (old[path] + u).to(old[path].dtype) for path, u in tree.flatten_with_paths(updates)[0] if path in old
@@ -65,7 +66,7 @@ def with_master(rule: GradientTransformation) -> GradientTransformation:
         master = tree.map_with_path(lambda path, _: new[path], state.master)
         return tree.map_with_path(shown, params, updates), MasterState(master, inner)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, extra=rule.extra)
 
 
 def _narrow(p: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from functitan import tree
 from functitan.columns import columns
 from functitan.errors import ArgumentError, listed, raise_batch, suggest
-from functitan.optim.transform import GradientTransformation, PyTree
+from functitan.optim.transform import GradientTransformation, PyTree, extra_names, extra_of
 
 #: Pairs of pattern and label, in order; the first pattern that matches a leaf's path gives its label. A text is a
 #: glob for the whole path, in which ``*`` also matches "/"; a compiled regular expression matches the whole path.
@@ -133,20 +133,21 @@ def partition(rules: Mapping[str, GradientTransformation], labels: Labels) -> Gr
         own = label_tree(params, labels)
         return PartitionState({name: rules[name].init(_only(params, own, name)) for name in given})
 
-    def update(grads: PyTree, state: PartitionState, params: PyTree) -> tuple[PyTree, PartitionState]:
+    def update(grads: PyTree, state: PartitionState, params: PyTree, **extra: PyTree) -> tuple[PyTree, PartitionState]:
         tree.check_same_structure(grads, params, ("grads", "params"))
         own = label_tree(params, labels)
         groups: dict[str, Any] = {}
         rows: dict[str, Any] = {}
+        reads = dict(zip(given, extra_of([rules[name] for name in given], extra), strict=True))
         for name in given:
             mine = _only(params, own, name)
-            updates, groups[name] = rules[name].update(_only(grads, own, name), state.groups[name], mine)
+            updates, groups[name] = rules[name].update(_only(grads, own, name), state.groups[name], mine, **reads[name])
             tree.check_same_structure(updates, mine, (f'the updates of rule "{name}"', "its parameters"))
             rows |= dict(tree.flatten_with_paths(updates)[0])
         merged = tree.map_with_path(lambda path, _: rows[path], params)
         return merged, PartitionState(groups)
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, extra=extra_names(rules.values()))
 
 
 def masked(rule: GradientTransformation, keep: Callable[[str], bool]) -> GradientTransformation:
@@ -166,12 +167,12 @@ def masked(rule: GradientTransformation, keep: Callable[[str], bool]) -> Gradien
     def init(params: PyTree) -> PyTree:
         return rule.init(only(params))
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        updates, state = rule.update(only(grads), state, only(params))
+    def update(grads: PyTree, state: PyTree, params: PyTree, **extra: PyTree) -> tuple[PyTree, PyTree]:
+        updates, state = rule.update(only(grads), state, only(params), **extra_of([rule], extra)[0])
         rows = dict(tree.flatten_with_paths(updates)[0])
         return tree.map_with_path(lambda path, g: rows.get(path, g), grads), state
 
-    return GradientTransformation(init, update)
+    return GradientTransformation(init, update, extra=rule.extra)
 
 
 def _only(values: PyTree, own: PyTree, name: str) -> PyTree:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from functitan.ops import attention as _attention  # noqa: F401 (registers the ops)
+from functitan.ops import attention_logits as _logits  # noqa: F401
 from functitan.sharding.op_rules.base import Call, Equation, Operand, Rule, parse, rule
 
 _ops = torch.ops.functitan
@@ -39,6 +40,12 @@ def attention(call: Call) -> Rule:
     }  # fmt: skip
     # The log-sum-exp does not read v.
     return replace(_equation(call, names, "b(gr)_v,b(gr)_"), apart=frozenset({(1, "v")}))
+
+
+@rule(_ops.attention_max_logits.default)
+def attention_max_logits(call: Call) -> Rule:
+    names = {"q": "b(gr)__", "k": "bg__", "q_segments": "b_", "kv_segments": "b_", "bias": "bias"}
+    return _equation(call, names, "b(gr)")
 
 
 @rule(_ops.attention_backward.default)

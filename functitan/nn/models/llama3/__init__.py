@@ -3,7 +3,7 @@
 from functitan.nn.models.llama3.config import FLAVORS, Llama3Config, flavor
 from functitan.nn.models.llama3.counts import flops_per_token, num_params
 from functitan.nn.models.llama3.generate import Cache, decode, generate, prefill
-from functitan.nn.models.llama3.model import Params, declare, forward, loss
+from functitan.nn.models.llama3.model import Params, declare, forward, loss, loss_and_max_logits
 
 __all__ = [
     "FLAVORS",
@@ -17,6 +17,7 @@ __all__ = [
     "forward",
     "generate",
     "loss",
+    "loss_and_max_logits",
     "num_params",
     "prefill",
 ]

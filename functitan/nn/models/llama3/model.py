@@ -12,7 +12,7 @@ import torch
 
 from functitan.annotations import Param, constrain, scan, use_params
 from functitan.nn import init
-from functitan.nn.attention import causal_attention, merge_heads, qkv_heads
+from functitan.nn.attention import causal_attention, max_logits, merge_heads, qkv_heads
 from functitan.nn.embedding import embedding
 from functitan.nn.linear import linear
 from functitan.nn.loss import cross_entropy
@@ -70,13 +70,15 @@ def attention_layer(
     config: Llama3Config,
     rope: tuple[torch.Tensor, torch.Tensor],
     segment_ids_BS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What attention adds to the residual stream, (B, S, D)."""
+    with_max_logits: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What attention adds to the residual stream, (B, S, D), and if asked for the largest logits, (B, H)."""
     h_BSD = constrain(rms_norm(x_BSD, layer["attn_norm"], config.norm_eps), INNER)
     q_BHSK, k_BGSK, v_BGSK = qkv_heads(h_BSD, layer["wq"], layer["wk"], layer["wv"], rope, config.head_dim)
     out_BHSK = causal_attention(q_BHSK, k_BGSK, v_BGSK, segment_ids_BS)
     # Settled before the residual add: one reduction straight into the residual's layout.
-    return constrain(merge_heads(out_BHSK, layer["wo"]), RESIDUAL)
+    out_BSD = constrain(merge_heads(out_BHSK, layer["wo"]), RESIDUAL)
+    return out_BSD, max_logits(q_BHSK, k_BGSK, segment_ids_BS) if with_max_logits else None
 
 
 def mlp_layer(x_BSD: torch.Tensor, layer: Params, config: Llama3Config) -> torch.Tensor:
@@ -121,6 +123,19 @@ def forward(
     Returns:
         (B, S, V) in ``config.compute_dtype``.
     """
+    return _forward(params, tokens_BS, config, segment_ids_BS, positions_BS, remat, with_max_logits=False)[0]
+
+
+def _forward(
+    params: Params,
+    tokens_BS: torch.Tensor,
+    config: Llama3Config,
+    segment_ids_BS: torch.Tensor | None,
+    positions_BS: torch.Tensor | None,
+    remat: Any,
+    with_max_logits: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The logits, and if asked for the largest attention logits (L, H) of the batch."""
     params = use_params(params)
     x_BSD = embed(params, tokens_BS, config)
     positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device) if positions_BS is None else positions_BS
@@ -129,12 +144,14 @@ def forward(
     if segment_ids_BS is not None:
         segment_ids_BS = constrain(segment_ids_BS, TOKENS)
 
-    def block(x_BSD: torch.Tensor, layer: Params) -> tuple[torch.Tensor, None]:
-        x_BSD = x_BSD + attention_layer(x_BSD, layer, config, rope, segment_ids_BS)
-        return x_BSD + mlp_layer(x_BSD, layer, config), None
+    def block(x_BSD: torch.Tensor, layer: Params) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out_BSD, max_BH = attention_layer(x_BSD, layer, config, rope, segment_ids_BS, with_max_logits)
+        x_BSD = x_BSD + out_BSD
+        return x_BSD + mlp_layer(x_BSD, layer, config), max_BH
 
-    x_BSD, _ = scan(block, x_BSD, params["layers"], remat=remat)
-    return unembed(params, x_BSD, config)
+    x_BSD, max_LBH = scan(block, x_BSD, params["layers"], remat=remat)
+    # Over the batch only here: the ranks join their maxima once for all layers.
+    return unembed(params, x_BSD, config), None if max_LBH is None else max_LBH.amax(1)
 
 
 def loss(
@@ -149,12 +166,34 @@ def loss(
     Returns:
         The sum, 0-d float32, and the count, 0-d int64.
     """
-    logits_BSV = forward(
+    return _loss(params, batch, config, remat, with_max_logits=False)[:2]
+
+
+def loss_and_max_logits(
+    params: Params, batch: dict[str, torch.Tensor], config: Llama3Config, *, remat: Any = None
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """:func:`loss`, and what :func:`functitan.optim.qk_clip` reads.
+
+    Returns:
+        The sum and count of :func:`loss`, and ``{"layers": (L, H)}``: of each layer and query head the largest attention
+        logit in the whole batch, before the softmax. No gradient passes through it.
+    """
+    total, count, max_LH = _loss(params, batch, config, remat, with_max_logits=True)
+    assert max_LH is not None
+    return total, count, {"layers": max_LH}
+
+
+def _loss(
+    params: Params, batch: dict[str, torch.Tensor], config: Llama3Config, remat: Any, with_max_logits: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    logits_BSV, max_LH = _forward(
         params,
         batch["tokens"],
         config,
-        segment_ids_BS=batch.get("segment_ids"),
-        positions_BS=batch.get("positions"),
-        remat=remat,
+        batch.get("segment_ids"),
+        batch.get("positions"),
+        remat,
+        with_max_logits,
     )
-    return cross_entropy(logits_BSV, constrain(batch["labels"], TOKENS))
+    total, count = cross_entropy(logits_BSV, constrain(batch["labels"], TOKENS))
+    return total, count, max_LH
