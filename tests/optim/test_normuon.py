@@ -99,12 +99,12 @@ SPECS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", ["stacked", "gathered"])
+@pytest.mark.parametrize("layout", ["stacked", "gathered", "owned"])
 def test_a_mesh_gives_the_numbers_of_one_device(layout):
     """Norms are those of the global matrix: rescaled per shard, columns would depend on the number of ranks."""
     mesh = mesh_of(fsdp=2, tensor=2)
     params, *grads = ({k: normal(s, 7 * i + len(k)).double() for k, s in SHAPES.items()} for i in range(4))
-    axes = ("fsdp", "tensor") if layout == "stacked" else ()
+    axes = () if layout == "gathered" else ("fsdp", "tensor")
     rule = _rule(blocks=BLOCKS, convs={"conv": 2}, layout=layout, axes=axes)
     expected = _run(rule, params, grads)
     put = lambda values: {k: ft.device_put(x, SPECS[k], mesh) for k, x in values.items()}  # noqa: E731
