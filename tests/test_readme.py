@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 MARK = "@@ end of block @@"
+#: Lines that are left out.
+_GAP = re.compile(r"^\.\.\.\n", re.MULTILINE)
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 # Commands that take long; the tests of the command line run the same code.
 SLOW = ("functitan train", "functitan check", "functitan lower llama3-debug --mesh fsdp=8 --vs")
@@ -61,7 +63,7 @@ def masked(text):
 
 def assert_shown(shown, printed):
     """Every shown line is printed, in this order; ``...`` stands for any lines."""
-    parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", masked(shown), flags=re.MULTILINE)]
+    parts = [re.escape(part) for part in _GAP.split(masked(shown))]
     pattern = r"(?:.*\n)*?".join(parts)
     assert re.fullmatch(pattern, masked(printed)), f"shown:\n{shown}\nprinted:\n{printed}"
 
@@ -106,7 +108,7 @@ def rewrite(page, folder):
         language, code, shown = match.groups()
         if language == "python":
             out = next(outputs)
-        elif language == "sh" and shown is not None and "..." not in shown and not code.startswith("functitan train"):
+        elif language == "sh" and shown is not None and not _GAP.search(shown) and not code.startswith("functitan train"):
             out = command(code, folder)
         else:
             return match[0]
