@@ -108,7 +108,9 @@ def rewrite(page, folder):
         language, code, shown = match.groups()
         if language == "python":
             out = next(outputs)
-        elif language == "sh" and shown is not None and not _GAP.search(shown) and not code.startswith("functitan train"):
+        elif (
+            language == "sh" and shown is not None and not _GAP.search(shown) and not code.startswith("functitan train")
+        ):
             out = command(code, folder)
         else:
             return match[0]

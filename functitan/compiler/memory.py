@@ -377,8 +377,8 @@ class _Walk:
                 self.hold(totals[i])
         own = [i for i in body.gradient_of if i < first]
         started: list[list[_Value]] = []
-        unfinished: list[_Value] = []
-        for step in range(min(length, 2)):
+        unfinished: list[list[_Value]] = [[] for _ in body.backward_finish]
+        for step in range(min(length, max(2, 1 + len(unfinished)))):
             self._start(body, ".starts.backward", body.backward_starts, kept, started, length - step)
             now = started.pop(0) if started else []
             found = self.graph(f"{body.name}.backward", body.backward, [*kept, *saved, *current, *now])
@@ -387,8 +387,9 @@ class _Walk:
             for i, value in zip(own, found, strict=False):
                 self.release(current[carried[i]])
                 current[carried[i]] = value
-            unfinished = self._finished(body, unfinished, found[len(own) :])
-        self._finished(body, unfinished, [])
+            self._finish(body, unfinished, found[len(own) :])
+        for _ in unfinished:
+            self._finish(body, unfinished, [])
         for value in (v for step in started for v in step):
             self.release(value)
         results = [current[carried[i]] if i < first else totals[i] for i in body.gradient_of]
@@ -399,18 +400,25 @@ class _Walk:
             self.release(value)
         return results
 
-    def _finished(self, body: LoweredBody, unfinished: list[_Value], found: list[_Value]) -> list[_Value]:
-        """Take up the gradients of a step, or those of the step before when a graph finishes them; what is left."""
-        if body.backward_finish is None:
+    def _finish(self, body: LoweredBody, unfinished: list[list[_Value]], found: list[_Value]) -> None:
+        """Walk what finishes the gradients of steps before, the last graph first, and hand it those of this step."""
+        for k in reversed(range(len(unfinished))):
+            given, unfinished[k] = unfinished[k], []
+            if not given:
+                continue
+            done = self.graph(body.finish_names[k], body.backward_finish[k], given)
+            for value in given:
+                self.release(value)
+            if k + 1 < len(unfinished):
+                unfinished[k + 1] = done
+            else:
+                for value in done:
+                    self.release(value)
+        if unfinished:
+            unfinished[0] = found
+        else:
             for value in found:
                 self.release(value)
-            return []
-        if unfinished:
-            for value in self.graph(f"{body.name}.finish.backward", body.backward_finish, unfinished):
-                self.release(value)
-            for value in unfinished:
-                self.release(value)
-        return found
 
 
 def _read_by_backward(graph: fx.Graph) -> set[fx.Node]:

@@ -65,8 +65,9 @@ class LoweredBody:
             ``backward_starts`` are started; 0 without such graphs.
         forward_starts: coordinates, inputs -> collectives under way, which forward takes after its inputs.
         backward_starts: coordinates, kept inputs -> collectives under way, which backward takes last.
-        backward_finish: coordinates, what backward gives after the gradients of the carry -> the other gradients. Run
-            after the backward of the next step, so that the collectives in between have that long.
+        backward_finish: graphs from what backward gives after the gradients of the carry to the other gradients, each
+            run after the backward of one more step, so that the collectives in between have that long: coordinates,
+            results of the one before -> collectives under way, or at last the gradients.
     """
 
     name: str
@@ -91,7 +92,7 @@ class LoweredBody:
     ahead: int = 0
     forward_starts: fx.Graph | None = None
     backward_starts: fx.Graph | None = None
-    backward_finish: fx.Graph | None = None
+    backward_finish: tuple[fx.Graph, ...] = ()
 
     def graphs(self, *, backward: bool | None = None) -> Iterator[tuple[str, fx.Graph]]:
         """The body's graphs in the order in which a step runs them, each with its name.
@@ -99,25 +100,33 @@ class LoweredBody:
         Args:
             backward: only those of that pass.
         """
-        for field_name, suffix in _GRAPHS.items():
-            graph = getattr(self, field_name)
-            if graph is not None and backward in (None, suffix.endswith(".backward")):
-                yield self.name + suffix, graph
+        one: list[tuple[str, fx.Graph | None]] = [
+            (".starts", self.forward_starts),
+            ("", self.forward),
+            (".starts.backward", self.backward_starts),
+            (".backward", self.backward),
+        ]
+        rows = [(self.name + suffix, graph) for suffix, graph in one]
+        for name, graph in (*rows, *zip(self.finish_names, self.backward_finish, strict=True)):
+            if graph is not None and backward in (None, name.endswith(".backward")):
+                yield name, graph
+
+    @property
+    def finish_names(self) -> tuple[str, ...]:
+        """The names of ``backward_finish``."""
+        return tuple(f"{self.name}.finish{i + 1 if i else ''}.backward" for i in range(len(self.backward_finish)))
 
     def with_graphs(self, change: Callable[[str, fx.Graph], fx.Graph]) -> LoweredBody:
         """The body with every graph changed by itself: (name, graph) -> graph, with inputs and outputs as they were."""
-        made = {f: (self.name + suffix, getattr(self, f)) for f, suffix in _GRAPHS.items()}
-        return replace(self, **{f: change(name, graph) for f, (name, graph) in made.items() if graph is not None})
-
-
-#: A body's graphs in the order in which a step runs them, with what comes after the body's name in theirs.
-_GRAPHS = {
-    "forward_starts": ".starts",
-    "forward": "",
-    "backward_starts": ".starts.backward",
-    "backward": ".backward",
-    "backward_finish": ".finish.backward",
-}
+        made = {name: change(name, graph) for name, graph in self.graphs()}
+        return replace(
+            self,
+            forward_starts=made.get(f"{self.name}.starts"),
+            forward=made[self.name],
+            backward_starts=made.get(f"{self.name}.starts.backward"),
+            backward=made.get(f"{self.name}.backward"),
+            backward_finish=tuple(made[name] for name in self.finish_names),
+        )
 
 
 @dataclass(eq=False)

@@ -40,9 +40,9 @@ def place_name(where: str, names: dict[str, str]) -> str:
     ('block backward starts', 'step')
     """
     body, late = (where.removesuffix(".backward"), " backward") if where.endswith(".backward") else (where, "")
-    for stage in (".starts", ".finish"):
-        if body.endswith(stage):
-            body, late = body.removesuffix(stage), f"{late} {stage[1:]}"
+    head, _, stage = body.rpartition(".")
+    if stage.startswith(("starts", "finish")) and head in names:
+        body, late = head, f"{late} {stage}"
     return names.get(body, body) + late
 
 

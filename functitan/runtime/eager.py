@@ -83,8 +83,8 @@ class Eager:
 
         def stages(late: str) -> Stages:
             made = self._functions
-            names = [f"{body.name}{stage}{late}" for stage in ("", ".starts", ".finish")]
-            return Stages(made[names[0]], made.get(names[1]), made.get(names[2]))
+            finish = tuple(made[name] for name in body.finish_names) if late else ()
+            return Stages(made[body.name + late], made.get(f"{body.name}.starts{late}"), finish)
 
         def call(name: str, inputs: list[Any]) -> list[Any]:
             return stages("").main(inputs)

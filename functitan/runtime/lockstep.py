@@ -110,7 +110,7 @@ class Lockstep:
             backward = Stages(
                 self._runs(f"{body.name}.backward", body.backward),
                 self._maybe_runs(f"{body.name}.starts.backward", body.backward_starts),
-                self._maybe_runs(f"{body.name}.finish.backward", body.backward_finish),
+                tuple(map(self._runs, body.finish_names, body.backward_finish)),
             )
             kept, saved, cotangents = groups
             if node.target is targets.call_body_backward:

@@ -1,8 +1,8 @@
 """The loop of a scan over a lowered body, the same for one rank's tensors and for all ranks in lockstep.
 
 Outputs per step are stacked. Values that only go to the backward loop stay a list of rows: nothing copies them. A body
-may have graphs that start collectives for a later step, and one that finishes those of the step before
-(:class:`functitan.compiler.program.LoweredBody`); the loop runs them so much earlier, or one step later.
+may have graphs that start collectives for a later step, and some that finish those of steps before
+(:class:`functitan.compiler.program.LoweredBody`); the loop runs them so much earlier or later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stages:
 
     main: Run
     starts: Run | None = None
-    finish: Run | None = None
+    finish: tuple[Run, ...] = ()
 
 
 class Ops(Protocol):
@@ -101,20 +101,29 @@ def scan_backward(
                 totals[j] = g if j not in totals else ops.add(totals[j], g)
 
     at = lambda i: [ops.row(x, i) if j < last else x for j, x in zip(body.saved_inputs, kept, strict=True)]  # noqa: E731
-    unfinished: list[Any] | None = None
+    unfinished: list[list[Any] | None] = [None] * len(stages.finish)  # what each graph of finish takes next
+
+    def finish(found: list[Any] | None) -> None:
+        """Run every graph of finish that has something to take, the last one first; then hand ``found`` to the first."""
+        for k in reversed(range(len(unfinished))):
+            given, unfinished[k] = unfinished[k], None
+            if given is not None and k + 1 < len(unfinished):
+                unfinished[k + 1] = stages.finish[k](given)
+            elif given is not None:
+                take(stages.finish[k](given))
+        if unfinished:
+            unfinished[0] = found
+        elif found is not None:
+            take(found)
+
     for i, started in _started_ahead(reversed(range(length)), body.ahead, stages.starts, at):
         tangents = [current[k] if o < first else ops.row(cotangents[k], i) for k, o in enumerate(body.tangent_of)]
         found = stages.main([*at(i), *(ops.row(s, i) for s in saved), *tangents, *started])
         for j, g in zip(own, found, strict=False):
             current[carried[j]] = g
-        if stages.finish is None:
-            take(found[len(own) :])
-            continue
-        if unfinished is not None:
-            take(stages.finish(unfinished))
-        unfinished = found[len(own) :]
-    if stages.finish is not None and unfinished is not None:
-        take(stages.finish(unfinished))
+        finish(found[len(own) :])
+    for _ in stages.finish:
+        finish(None)
     return [
         current[carried[j]] if j < first else ops.stack(rows[j][::-1]) if j < last else totals[j]
         for j in body.gradient_of

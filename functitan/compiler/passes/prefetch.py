@@ -46,13 +46,18 @@ def _staged(body: LoweredBody, ahead: int) -> tuple[LoweredBody, int, int]:
     """The body with its graphs cut, and how many gathers and reductions were moved."""
     starts, forward, n = _cut_starts(body.forward, lambda places: places[body.n_carry : body.n_inputs])
     gathers, reductions = n, 0
-    late_starts, backward, finish = None, body.backward, None
+    late_starts, backward = None, body.backward
+    finish: list[fx.Graph] = []
     if backward is not None:
         kept = len(body.saved_inputs)
         late_starts, backward, n = _cut_starts(backward, lambda places: places[:kept])
         gathers += n
         carried = sum(i < body.n_carry for i in body.gradient_of)
-        backward, finish, reductions = _cut_finish(backward, carried)
+        backward, rest, reductions = _cut_finish(backward, carried)
+        while rest is not None:  # a sum over other axes of what was scattered waits a step of its own
+            done, rest, n = _cut_finish(rest, 0)
+            finish.append(done)
+            reductions += n
     made = replace(
         body,
         forward=forward,
@@ -60,7 +65,7 @@ def _staged(body: LoweredBody, ahead: int) -> tuple[LoweredBody, int, int]:
         ahead=ahead if gathers else 0,
         forward_starts=starts,
         backward_starts=late_starts,
-        backward_finish=finish,
+        backward_finish=tuple(finish),
     )
     return made, gathers, reductions
 

@@ -90,6 +90,16 @@ def test_gathers_of_the_next_step_are_started_before_this_one_computes():
     assert (program.collectives().runs, program.collectives().total) == (same.runs, same.total)
 
 
+def test_a_sum_over_a_second_axis_has_a_step_of_its_own():
+    program = lowered(data=2, fsdp=2, passes=BOTH)
+    finish, second = program.text("block").split("\n\n")[-2:]
+    assert [t.splitlines()[0] for t in (finish, second)] == ["block backward finish:", "block backward finish2:"]
+    assert "all_reduce" in finish and "= wait_tensor(%reduce_scatter" in finish
+    assert ">>>" not in second and second.count("wait_tensor(") == 1
+    seconds = program.cost("h100")
+    assert seconds.ahead > lowered(data=2, fsdp=2, passes=OFF).cost("h100").ahead == 0
+
+
 def test_memory_counts_what_is_gathered_ahead():
     layer = 2 * 4 * D * F
     held = [lowered(fsdp=4, passes=replace(OFF, prefetch=n)).memory()["gathered parameters"] for n in (1, 2, 3)]
