@@ -62,7 +62,8 @@ def _show_optim(recipe: Recipe, declared: Any) -> None:
     """Which rule steps each leaf, and how much each rule steps."""
     from functitan import tree
     from functitan.columns import human_count
-    from functitan.optim import label_tree, table
+    from functitan.optim import label_tree, state_bytes, table
+    from functitan.shapes import ShapeDtypeStruct, eval_shape
 
     counts: dict[str, int] = {}
     labels = recipe.optim.labels()
@@ -70,3 +71,6 @@ def _show_optim(recipe: Recipe, declared: Any) -> None:
         counts[label] = counts.get(label, 0) + math.prod(p.shape)
     typer.echo(f"{recipe.name}\n\n{table(declared, labels)}\n")
     typer.echo(", ".join(f"{label}: {human_count(n)} parameters ({n:,})" for label, n in counts.items()))
+    shapes = tree.map(lambda p: ShapeDtypeStruct(p.shape, p.dtype), declared)
+    held = state_bytes(eval_shape(recipe.optim.build(recipe.run.steps).init, shapes))
+    typer.echo(f"state: {held / sum(counts.values()):.2f} bytes per parameter")

@@ -61,6 +61,8 @@ class OptimConfig:
             at the peak rate: the fields of the decay are not read.
         ema: the decay of an average of the parameters, which is then what is evaluated and saved; None for none.
         max_norm: gradients are clipped by this global norm; None not to.
+        state_dtype, state_stochastic, state_block: how moments are stored between steps; see
+            :func:`functitan.optim.with_low_bit_state`.
     """
 
     lr: float = 3e-4
@@ -75,6 +77,9 @@ class OptimConfig:
     rule: Literal["adamw", "schedule_free"] = "adamw"
     ema: float | None = None
     max_norm: float | None = 1.0
+    state_dtype: Literal["float32", "bfloat16", "int8", "float8"] = "float32"
+    state_stochastic: bool = False
+    state_block: int = 256
 
     def build(self, steps: int) -> GradientTransformation:
         """The step rule for a run of so many steps; steps with a gradient that is not finite are skipped."""
@@ -104,8 +109,16 @@ class OptimConfig:
         """The rule that ``rule`` names, which works on each element alone."""
         settings: dict[str, Any] = dict(b1=self.b1, b2=self.b2, eps=self.eps, weight_decay=self.weight_decay)
         if self.rule == "schedule_free":
-            return optim.schedule_free_adamw(optim.constant(self.lr, self.warmup), **settings)
-        return optim.adamw(self.schedule(self.lr, steps), **settings)
+            return self.stored(optim.schedule_free_adamw(optim.constant(self.lr, self.warmup), **settings))
+        return self.stored(optim.adamw(self.schedule(self.lr, steps), **settings))
+
+    def stored(self, rule: GradientTransformation) -> GradientTransformation:
+        """The rule with its moments stored as ``state_dtype`` says."""
+        if self.state_dtype == "float32":
+            return rule
+        return optim.with_low_bit_state(
+            rule, self.state_dtype, stochastic=self.state_stochastic, block=self.state_block
+        )
 
     def metrics(self, state: optim.SkipState) -> dict[str, torch.Tensor]:
         """What the rule's state says of the last step."""

@@ -62,7 +62,7 @@ class MuonConfig(OptimConfig):
         muon = optim.muon(rate, **settings)
         if self.matrix_rule == "normuon":
             muon = optim.normuon(rate, b2=self.neuron_b2, **settings)
-        rule = optim.partition({self.matrix_rule: muon, self.rule: self.elementwise(steps)}, self.labels())
+        rule = optim.partition({self.matrix_rule: self.stored(muon), self.rule: self.elementwise(steps)}, self.labels())
         # Clipped before the orthogonalisation, whose results all have the size that they should.
         return self.guarded(rule)
 

@@ -1,4 +1,5 @@
-"""One rank of a job: steps of Muon on given gradients, against the same on one device.
+"""One rank of a job: steps of Muon on given gradients, against the same on one device; stacked and op by op, also with
+its momentum in 8 bits, and in bfloat16 rounded at random.
 
 Arguments: the layout, the sizes of the fsdp and the tensor axis, and the backend.
 """
@@ -10,7 +11,7 @@ import sys
 import torch
 
 import functitan as ft
-from functitan import tree
+from functitan import optim, tree
 from tests.optim import owned, stacked
 
 
@@ -20,14 +21,20 @@ def main(layout: str, fsdp: int, tensor: int, backend: str) -> None:
     mesh = ft.make_mesh({"fsdp": fsdp, "tensor": tensor})
     # Rounded as torch rounds: Inductor may contract a multiply and an add in float32, not these.
     if layout == "stacked":
-        rule = stacked.stacked(axes, as_torch=True)
-        found, expected = stacked.run_on(rule, mesh, backend=backend), stacked.run_plain(rule)
+        rules = [stacked.stacked(axes, as_torch=True)]
+        if backend == "eager":
+            # The rows of "down" are split: each is one block, whose largest number the ranks find together.
+            low = dict(block=16, min_size=0, where=lambda path: path != "up")
+            rules.append(optim.with_low_bit_state(rules[0], "int8", **low))
+            rules.append(optim.with_low_bit_state(rules[0], "bfloat16", stochastic=True, min_size=0))
+        pairs = [(stacked.run_on(r, mesh, backend=backend), stacked.run_plain(r)) for r in rules]
     else:
         rule = owned.owned(axes, as_torch=True, bucket_bytes=3000)
         specs = owned.TENSOR if tensor > 1 else owned.SPECS
-        found, expected = owned.run_on(rule, mesh, specs, backend=backend), owned.run_plain(rule)
-    for (path, a), b in zip(tree.flatten_with_paths(found)[0], tree.leaves(expected), strict=True):
-        assert torch.equal(a, b), f"{path} differs by {(a - b).abs().max()}"
+        pairs = [(owned.run_on(rule, mesh, specs, backend=backend), owned.run_plain(rule))]
+    for found, expected in pairs:
+        for (path, a), b in zip(tree.flatten_with_paths(found)[0], tree.leaves(expected), strict=True):
+            assert torch.equal(a, b), f"{path} differs by {(a.double() - b.double()).abs().max()}"
 
 
 if __name__ == "__main__":
