@@ -37,6 +37,8 @@ class Family:
     Attributes:
         declare: ``config -> pytree of Param``.
         loss: ``(params, batch, config, remat=policy) -> (sum, count)``.
+        loss_and_max_logits: as ``loss``, with a third result: the largest attention logits, as
+            :func:`functitan.optim.qk_clip` reads them. None for a model that does not measure them.
         generate: ``(params, prompt_BS, config, max_new_tokens=, temperature=, key=, valid_ids=) -> ids_BS``,
             or None.
     """
@@ -44,6 +46,7 @@ class Family:
     declare: Callable[[Any], PyTree]
     loss: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     generate: Callable[..., torch.Tensor] | None = None
+    loss_and_max_logits: Callable[..., tuple[torch.Tensor, torch.Tensor, PyTree]] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class OptimConfig:
         rule: "adamw", or "schedule_free" for :func:`functitan.optim.schedule_free_adamw`, which warms up and then stays
             at the peak rate: the fields of the decay are not read.
         ema: the decay of an average of the parameters, which is then what is evaluated and saved; None for none.
+        qk_clip: attention logits above it are clipped, see :func:`functitan.optim.qk_clip`; it costs their measurement.
+            None not to.
         max_norm: gradients are clipped by this global norm; None not to.
         state_dtype, state_stochastic, state_block: how moments are stored between steps; see
             :func:`functitan.optim.with_low_bit_state`.
@@ -76,6 +81,7 @@ class OptimConfig:
     weight_decay: float = 0.1
     rule: Literal["adamw", "schedule_free"] = "adamw"
     ema: float | None = None
+    qk_clip: float | None = None
     max_norm: float | None = 1.0
     state_dtype: Literal["float32", "bfloat16", "int8", "float8"] = "float32"
     state_stochastic: bool = False
@@ -86,7 +92,9 @@ class OptimConfig:
         return self.guarded(self.elementwise(steps))
 
     def guarded(self, rule: GradientTransformation) -> GradientTransformation:
-        """A rule with what every recipe puts around one: the average, clipping, and the guard of bad steps."""
+        """A rule with what every recipe puts around one: QK-clip, the average, clipping, and the guard of bad steps."""
+        if self.qk_clip is not None:
+            rule = optim.chain(rule, optim.qk_clip(self.qk_clip))
         averaged = rule if self.ema is None else optim.with_ema(rule, self.ema)
         return optim.skip_nonfinite(averaged, self.max_norm)
 
@@ -122,16 +130,16 @@ class OptimConfig:
 
     def metrics(self, state: optim.SkipState) -> dict[str, torch.Tensor]:
         """What the rule's state says of the last step."""
-        return {"grad_norm": state.norm, "skipped": state.skipped, **self.rates(unguarded(state))}
+        inner = state.inner.inner if isinstance(state.inner, optim.EmaState) else state.inner
+        found = {"grad_norm": state.norm, "skipped": state.skipped}
+        if self.qk_clip is not None:
+            inner, clip = inner
+            found["max_logit"] = clip.max_logit
+        return {**found, **self.rates(inner)}
 
     def rates(self, state: PyTree) -> dict[str, torch.Tensor]:
         """The learning rates in the state of the rule itself."""
         return {"lr": state.lr}
-
-
-def unguarded(state: optim.SkipState) -> PyTree:
-    """The state of the rule inside :meth:`OptimConfig.guarded`."""
-    return state.inner.inner if isinstance(state.inner, optim.EmaState) else state.inner
 
 
 @dataclass(frozen=True)
@@ -233,10 +241,23 @@ class Recipe:
                 valid_ids=source.valid_ids,
             )
 
+        measure = self.family.loss_and_max_logits
+        if self.optim.qk_clip is not None and measure is None:
+            raise ConfigError(
+                f"recipe {self.name}: optim.qk_clip={self.optim.qk_clip} reads the largest attention logits, and this "
+                "family of models does not measure them. Set optim.qk_clip=none, or give its Family loss_and_max_logits."
+            )
+
+        def loss_for_step(params: PyTree, batch: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, PyTree]]:
+            assert measure is not None
+            total, count, logits = measure(params, batch, self.model, remat=policy)
+            return total, count, {"max_logits": logits}
+
         return Task(
             name=self.name,
             declared=self.family.declare(self.model),
             loss=lambda params, batch: self.family.loss(params, batch, self.model, remat=policy),
+            loss_for_step=None if self.optim.qk_clip is None else loss_for_step,
             optimizer=self.optim.build(self.run.steps),
             optimizer_metrics=self.optim.metrics,
             source=source,

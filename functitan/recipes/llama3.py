@@ -12,7 +12,7 @@ from functitan.recipes.muon import MuonConfig
 from functitan.sharding import Rules
 from functitan.train import RunConfig
 
-LLAMA3 = Family(llama3.declare, llama3.loss, llama3.generate)
+LLAMA3 = Family(llama3.declare, llama3.loss, llama3.generate, llama3.loss_and_max_logits)
 # The context that the real flavors train at (arXiv:2407.21783, section 3.4.1).
 _SEQ = 8192
 

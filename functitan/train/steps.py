@@ -66,14 +66,14 @@ def make_train_step(task: Task) -> Callable[[TrainState, Batch], tuple[TrainStat
     The loss is the sum over the whole batch by the count of the whole batch, divided once.
     """
 
-    def loss_fn(params: PyTree, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        total, count = task.loss(params, batch)
+    def loss_fn(params: PyTree, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, dict[str, PyTree]]]:
+        total, count, extra = task.loss_and_extra(params, batch)
         # A batch without a single label has loss 0, not 0 / 0.
-        return total / count.clamp(min=1), count
+        return total / count.clamp(min=1), (count, extra)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        (loss, count), grads = value_and_grad(loss_fn, has_aux=True)(state.params, batch)
-        updates, opt = task.optimizer.update(grads, state.opt, state.params)
+        (loss, (count, extra)), grads = value_and_grad(loss_fn, has_aux=True)(state.params, batch)
+        updates, opt = task.optimizer.update(grads, state.opt, state.params, **extra)
         metrics = {"loss": loss, "labels": count, **task.optimizer_metrics(opt)}
         return TrainState(apply_updates(state.params, updates), opt), metrics
 

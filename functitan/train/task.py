@@ -63,6 +63,8 @@ class Task:
         name: the recipe's name.
         declared: a pytree of ``Param``.
         loss: ``(params, batch) -> (sum, count)``, both 0-d.
+        loss_for_step: ``(params, batch) -> (sum, count, extra)``, for a rule that reads extra values: the loss that a
+            step differentiates, and by name what the rule reads. None where it reads none.
         optimizer: the step rule.
         optimizer_metrics: from the optimizer's state to named 0-d tensors, such as the learning rate.
         source: the data.
@@ -81,6 +83,7 @@ class Task:
     optimizer: GradientTransformation
     source: Source
     run: RunConfig
+    loss_for_step: Callable[[PyTree, Batch], tuple[torch.Tensor, torch.Tensor, dict[str, PyTree]]] | None = None
     optimizer_metrics: Callable[[PyTree], dict[str, torch.Tensor]] = lambda state: {}
     generate: Callable[[PyTree, torch.Tensor, torch.Tensor, int], torch.Tensor] | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
@@ -88,6 +91,12 @@ class Task:
     simulate: bool = False
     passes: Passes = field(default_factory=Passes)
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def loss_and_extra(self, params: PyTree, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, PyTree]]:
+        """The sum and count of a step's loss, and by name what the step rule reads beside its gradient."""
+        if self.loss_for_step is None:
+            return *self.loss(params, batch), {}
+        return self.loss_for_step(params, batch)
 
 
 def resolve_device(name: str) -> torch.device:

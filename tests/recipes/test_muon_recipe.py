@@ -1,6 +1,9 @@
 """The recipe with Muon: who steps what, what its optimizer sends, and that it trains alike on a mesh."""
 
+import dataclasses
 import io
+import json
+import pathlib
 import re
 import sys
 
@@ -8,7 +11,7 @@ import pytest
 
 from functitan.cli.main import main
 from functitan.data import load_corpus
-from functitan.errors import ShardingError
+from functitan.errors import ConfigError, ShardingError
 from functitan.recipes import load_recipe, override
 from functitan.train import Progress, train
 from functitan.train.abstract import lower_step
@@ -118,11 +121,31 @@ def test_lower_prints_who_works_on_what(recipe, monkeypatch, capsys):
     assert total[0] == "7" and "0 B" not in stacked  # 14 matrices on two ranks; each moves there and back
 
 
-def test_its_matrices_can_be_stepped_by_normuon_and_the_rest_without_a_schedule(recipe, corpus):
-    chosen = override(recipe, ["optim.matrix_rule=normuon", "optim.rule=schedule_free", "mesh.fsdp=2", "simulate=true"])
-    assert [label for _, label in chosen.optim.labels()] == ["normuon"] * 4 + ["schedule_free"]
-    done = train(chosen.task(corpus), progress=Progress(3, io.StringIO()))
-    plain = override(chosen, ["mesh.fsdp=1", "simulate=false", f"run.dir={chosen.run.dir}-one"])
-    alone = train(plain.task(corpus), progress=Progress(3, io.StringIO()))
-    assert done.last_loss == pytest.approx(alone.last_loss, rel=1e-5)
-    assert done.validation == pytest.approx(alone.validation, rel=1e-5)
+def test_the_rules_that_are_off_by_default_train_alike_on_a_mesh(recipe, corpus):
+    """NorMuon for matrices, the schedule-free rule for the rest, QK-clip behind both."""
+    settings = ["optim.matrix_rule=normuon", "optim.rule=schedule_free", "optim.qk_clip=0.01"]
+    found, logits = [], []
+    for i, mesh in enumerate((["mesh.fsdp=2", "simulate=true"], [])):
+        folder = f"{recipe.run.dir}-{i}"
+        chosen = override(recipe, [*settings, *mesh, f"run.dir={folder}"])
+        assert [label for _, label in chosen.optim.labels()] == ["normuon"] * 4 + ["schedule_free"]
+        found.append(train(chosen.task(corpus), progress=Progress(3, io.StringIO())))
+        rows = [json.loads(line) for line in pathlib.Path(folder, "metrics.jsonl").read_text().splitlines()]
+        logits.append([row["max_logit"] for row in rows if "max_logit" in row])
+    mesh, one = found
+    assert mesh.last_loss == pytest.approx(one.last_loss, rel=1e-5)
+    assert mesh.validation == pytest.approx(one.validation, rel=1e-5)
+    assert len(logits[0]) == 3 and logits[0] == pytest.approx(logits[1], rel=1e-4)
+    assert logits[0][0] > 0.01
+
+
+def test_logits_are_measured_only_where_they_are_clipped(recipe):
+    off, on = (override(recipe, ["mesh.fsdp=2", f"optim.qk_clip={tau}"]) for tau in ("none", "100"))
+    assert "attention_max_logits" not in lower_step(off.textless_task()).text()
+    assert lower_step(on.textless_task()).text().count("functitan.attention_max_logits") == 1
+
+
+def test_a_family_that_does_not_measure_logits_is_told(recipe):
+    other = recipe.replace(family=dataclasses.replace(recipe.family, loss_and_max_logits=None))
+    with pytest.raises(ConfigError, match=r"optim.qk_clip=100.0 reads the largest attention logits, and this family"):
+        override(other, ["optim.qk_clip=100"]).textless_task()
