@@ -23,11 +23,11 @@ def interleaved(cases: Mapping[str, Callable[[], object]], rounds: int) -> dict[
     return times
 
 
-def machine() -> str:
-    """What the figures belong to."""
+def machine(threads: int | None = None) -> str:
+    """What the figures belong to; by default with the threads of this process."""
     return (
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{torch.get_num_threads()} threads"
+        f"{threads or torch.get_num_threads()} threads"
     )
 
 

@@ -1,0 +1,1 @@
+"""The same small Llama trained by functitan and by others, timed side by side."""
