@@ -213,3 +213,30 @@ def compile_graph(module: torch.fx.GraphModule, values: Sequence[torch.Tensor]) 
                 raise MissingCompilerError(str(cause)) from None
             cause = cause.__cause__ or cause.__context__
         raise
+
+
+def inductor_cache_hits() -> int:
+    """How many graphs inductor has taken from its caches on disk in this process."""
+    from torch._dynamo.utils import counters
+
+    # A graph found in the first of these is not looked up in the second.
+    return counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+
+
+def flat_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Fake one-dimensional tensors of one symbolic size in place of values of one shape; scalars stay scalars.
+
+    The size is guessed from the largest value, which decides how a compiler splits the work over threads.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    env, source = mode.shape_env, ConstantSource("elements")
+    assert env is not None
+    guess = max(2, *(v.numel() for v in values))
+    with mode:
+        size = env.create_symintnode(
+            env.create_symbol(guess, source=source, dynamic_dim=DimDynamic.DYNAMIC), hint=guess, source=source
+        )
+        return [torch.empty(size if v.ndim else (), dtype=v.dtype, device=v.device) for v in values]

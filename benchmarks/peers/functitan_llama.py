@@ -13,7 +13,7 @@ from benchmarks.peers import sizes
 from benchmarks.peers.worker import serve
 from functitan.nn.models import llama3
 from functitan.recipes.llama3 import llama3_rules
-from functitan.sharding.array import put
+from functitan.sharding.array import on_mesh, put
 from functitan.sharding.logical import Rules
 from functitan.train.init import param_layouts
 
@@ -54,8 +54,9 @@ def main() -> None:
         return (ft.optim.apply_updates(state[0], updates), opt), loss
 
     start = params(s, mesh, rules)
-    state = (start, ft.compile(optimizer.init, mesh=mesh, rules=rules)(start))
-    del start
+    opt = ft.compile(optimizer.init, mesh=mesh, rules=rules)(start)
+    state = ft.tree.map(lambda x: on_mesh(x, mesh), (start, opt))
+    del start, opt
     data = [{"tokens": torch.from_numpy(t), "labels": torch.from_numpy(y)} for t, y in sizes.batches(s)]
     compiled = ft.compile(train_step, mesh=mesh, rules=rules, donate_argnums=0, backend=found.backend)
 

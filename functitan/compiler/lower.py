@@ -11,6 +11,7 @@ from torch import fx
 from functitan import tree
 from functitan.compiler import messages, nodes
 from functitan.compiler.calls import reduced_gradient
+from functitan.compiler.order import result_by_result
 from functitan.compiler.passes import DEFAULT_PASSES, Passes, run_passes
 from functitan.compiler.program import LoweredBody, Program
 from functitan.compiler.propagate import Context, Propagator
@@ -74,6 +75,7 @@ def lower(
     p, outs = _propagate(ctx, traced.graph, enter, leave, traced.name)
     p.emitter.graph.output([n for _, n in outs])
     _prune(p.emitter.graph)
+    result_by_result(p.emitter.graph)
     names = tree.paths(tree.unflatten(traced.out_tree, list(range(traced.out_tree.num_leaves))))
     used = _bodies_used(p.emitter.graph, {b.name: b for b in ctx.lowered.values()})
     program = Program(

@@ -123,7 +123,7 @@ def skip_nonfinite(inner: GradientTransformation, max_norm: float | None = None)
             scale = clip_scale(norm, max_norm)
             grads = tree.map(lambda g: g * scale.to(g.dtype), grads)
         updates, new = inner.update(grads, state.inner, params, **extra_of([inner], extra)[0])
-        updates = tree.map(lambda u: torch.where(finite, u, torch.zeros_like(u)), updates)
+        updates = tree.map(lambda u: torch.where(finite, u, 0.0), updates)
         kept = tree.map(lambda n, o: torch.where(finite, n, o), new, state.inner)
         return updates, SkipState(norm, state.skipped + (~finite).to(torch.int64), kept)
 

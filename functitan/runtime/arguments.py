@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -98,12 +98,24 @@ def constants(program: Program) -> set[int]:
     } - {0}
 
 
-def owned(results: Sequence[Sequence[torch.Tensor]], inputs: Columns, held: Collection[int]) -> Columns:
-    """Results whose memory is theirs alone: what is, or views, an input, a constant or another result is copied.
+def drained(columns: Columns) -> Iterator[list[torch.Tensor]]:
+    """The columns one by one, each out of the list when it is taken, so that the list keeps nothing alive."""
+    columns.reverse()
+    while columns:
+        yield columns.pop()
+
+
+def memory(columns: Columns) -> set[int]:
+    """The memory of values."""
+    return {_memory(t) for column in columns for t in column} - {0}
+
+
+def owned(results: Sequence[Sequence[torch.Tensor]], held: Collection[int]) -> Columns:
+    """Results whose memory is theirs alone: what is, or views, memory in ``held`` or of another result is copied.
 
     So a result may be donated to the next call, whatever became of the inputs of this one.
     """
-    seen = {_memory(t) for column in inputs for t in column} | set(held)
+    seen = set(held)
     out: Columns = []
     for parts in results:
         own = []

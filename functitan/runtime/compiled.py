@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from functitan import tree
+from functitan.compiler.donation import successors
 from functitan.compiler.lower import lower
 from functitan.compiler.passes import DEFAULT_PASSES, Passes
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, argument_names, trace
 from functitan.errors import ArgumentError, ShardingError, TraceError, raise_batch, suggest
-from functitan.runtime.arguments import constants, owned, positional, take, with_paths
+from functitan.runtime.arguments import constants, drained, memory, owned, positional, take, with_paths
+from functitan.runtime.compilation import Compilation
 from functitan.runtime.eager import Eager
 from functitan.runtime.inductor import Inductor
 from functitan.runtime.lockstep import Lockstep
+from functitan.sharding import processes
 from functitan.sharding.array import Array
 from functitan.sharding.layout import replicated
 from functitan.sharding.logical import Rules
 from functitan.sharding.mesh import Mesh
 
 BACKENDS = ("eager", "inductor")
+_LOG = logging.getLogger("functitan")
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """What one signature runs: the program, what runs it, the memory of its constants, and which output replaces
+    which donated input."""
+
+    program: Program
+    runner: Any
+    constants: set[int]
+    replaces: dict[int, int]
 
 
 class Compiled:
     """A compiled function: call it, or ``lower`` it to look at its Program.
 
     Made by :func:`compile`.
+
+    Attributes:
+        compilations: what every signature so far took to be made ready. Each is logged too, by the logger
+            "functitan" of the first process: the first as information, others as warnings with what changed.
     """
 
     def __init__(
@@ -53,14 +75,15 @@ class Compiled:
         self._backend = backend
         self._passes = passes
         self._traces: dict[Any, Traced] = {}
-        self._programs: dict[Any, tuple[Program, Any, set[int]]] = {}
+        self._programs: dict[Any, _Ready] = {}
+        self.compilations: list[Compilation] = []
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self.__doc__ = f.__doc__
 
     def lower(self, *args: Any, **kwargs: Any) -> Program:
         """The Program for these arguments, without running it; Arrays of an abstract mesh will do."""
         args = positional(self._f, self.__name__, args, kwargs)
-        return self._program(args)[0]
+        return self._ready(args).program
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on Arrays and tensors; sharded results are Arrays, replicated ones plain tensors.
@@ -71,7 +94,8 @@ class Compiled:
             TraceError: what cannot be traced.
         """
         args = positional(self._f, self.__name__, args, kwargs)
-        program, runner, held = self._program(args)
+        ready = self._ready(args)
+        program, runner = ready.program, ready.runner
         if runner is None:
             raise ShardingError(
                 f"{self.__name__} is compiled for {self._mesh}, on which nothing runs. Use .lower(...) for its "
@@ -79,21 +103,31 @@ class Compiled:
                 "mesh of ft.make_mesh."
             )
         rows = with_paths(argument_names(self._f, len(args)), args)
+        given = [isinstance(leaf, Array) and i in self._donated for _, leaf, i in rows]
         columns = take(self.__name__, rows, self._donated, self._mesh.processes)
+        held = ready.constants | memory([c for c, g in zip(columns, given, strict=True) if not g])
         with torch.no_grad():
             if isinstance(runner, Eager):
-                ranked = [[o] for o in runner.run([c[0] for c in columns])]
+                # A plain tensor in a donated argument stays its owner's, so a copy is written over in its place.
+                copied = {k for k in runner.written if not given[k]}
+                inputs = [c[0].clone() if k in copied else c[0] for k, c in enumerate(columns)]
+                columns.clear()
+                ranked = [[o] for o in runner.run(inputs)]
             else:
-                ranked = runner.graph("step", program.graph, columns)
-            whole = [not (layout.axes or layout.storage) for layout in program.out_layouts]
-            ranked = owned([p[:1] if w else p for p, w in zip(ranked, whole, strict=True)], columns, held)
+                ranked = runner.graph("step", program.graph, drained(columns))
+            # Whole results are plain tensors; what replaces a donated Array is one, so that it can be donated in turn.
+            plain = [
+                not (layout.axes or layout.storage or (j in ready.replaces and given[ready.replaces[j]]))
+                for j, layout in enumerate(program.out_layouts)
+            ]
+            ranked = owned([parts[:1] if p else parts for parts, p in zip(ranked, plain, strict=True)], held)
         results = [
-            parts[0] if w else Array(typ.shape, typ.dtype, layout, self._mesh, parts)
-            for parts, w, layout, typ in zip(ranked, whole, program.out_layouts, program.out_types, strict=True)
+            parts[0] if p else Array(typ.shape, typ.dtype, layout, self._mesh, parts)
+            for parts, p, layout, typ in zip(ranked, plain, program.out_layouts, program.out_types, strict=True)
         ]
         return tree.unflatten(program.out_tree, results)
 
-    def _program(self, args: tuple[Any, ...]) -> tuple[Program, Any, set[int]]:
+    def _ready(self, args: tuple[Any, ...]) -> _Ready:
         names = argument_names(self._f, len(args))
         beyond = [n for n in self._donated if n >= len(args)]
         if beyond:
@@ -122,6 +156,7 @@ class Compiled:
         if key not in self._programs:
             if self._max_traces is not None and len(self._programs) >= self._max_traces:
                 raise TraceError(self._retraced(key, [where for where, _, _ in rows]))
+            begun = time.perf_counter()
             if signature not in self._traces:
                 self._traces[signature] = trace(self._f, args, names)
             program = lower(
@@ -134,7 +169,13 @@ class Compiled:
                 passes=self._passes,
             )
             program.donated = self._donated_leaves(args)
-            self._programs[key] = (program, self._runner(program), constants(program))
+            lowered = time.perf_counter()
+            changed = self._changed(key, [where for where, _, _ in rows]) if self._programs else ""
+            runner = self._runner(program)
+            self._programs[key] = _Ready(program, runner, constants(program), successors(program))
+            if runner is not None:
+                seconds = (lowered - begun, time.perf_counter() - lowered)
+                self._note(Compilation(self.__name__, len(self._programs), *seconds, *_counts(runner), changed))
         return self._programs[key]
 
     def _donated_leaves(self, args: tuple[Any, ...]) -> tuple[int, ...]:
@@ -150,10 +191,24 @@ class Compiled:
             return kind(program, self._mesh.local_coordinates()[0])
         return Lockstep(self._mesh, program.bodies)
 
+    def _note(self, made: Compilation) -> None:
+        """Keep and log what was made: the first program is expected, another one may be a mistake."""
+        self.compilations.append(made)
+        if processes.rank() == 0:  # all do the same
+            _LOG.log(logging.INFO if made.number == 1 else logging.WARNING, "%s", made)
+
     def _retraced(self, key: Any, paths: list[str]) -> str:
+        """The error of a call that needs more programs than there may be."""
+        return (
+            f"{self.__name__} would be compiled for signature number {len(self._programs) + 1}, and "
+            f"max_traces={self._max_traces}. What changed since the last: {self._changed(key, paths)}. Keep "
+            "structure, shapes, dtypes and specs equal between calls, or raise max_traces."
+        )
+
+    def _changed(self, key: Any, paths: list[str]) -> str:
         """Why a call needs another program than the last one made, leaf by leaf."""
         last_key = list(self._programs)[-1]
-        last = self._programs[last_key][0]
+        last = self._programs[last_key].program
         changed = [f"{p} is new" for p in paths if p not in last.inputs]
         changed += [f"{p} is gone" for p in last.inputs if p not in paths]
         if not changed:
@@ -166,12 +221,12 @@ class Compiled:
                 elif old.storage != new.storage:
                     changed.append(f"{path}: storage axes {sorted(old.storage)} -> {sorted(new.storage)}")
         shown = "; ".join(changed[:5]) + (f"; and {len(changed) - 5} more" if len(changed) > 5 else "")
-        return (
-            f"{self.__name__} would be compiled for signature number {len(self._programs) + 1}, and "
-            f"max_traces={self._max_traces}. What changed since the last: "
-            f"{shown or 'the containers of the arguments'}. Keep "
-            "structure, shapes, dtypes and specs equal between calls, or raise max_traces."
-        )
+        return shown or "the containers of the arguments"
+
+
+def _counts(runner: Any) -> tuple[int, int]:
+    """The graphs that were compiled, and how many came from the cache."""
+    return (len(runner.from_cache), sum(runner.from_cache)) if isinstance(runner, Inductor) else (0, 0)
 
 
 def _type_text(type_: tuple[tuple[int, ...], Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class Eager:
     """
 
     def __init__(self, program: Program, coordinates: dict[str, int]) -> None:
+        #: The flat inputs whose memory a run writes to: none here.
+        self.written: set[int] = set()
         self._program = program
         check_plans(program)
         self._coordinates = {a: torch.tensor(v) for a, v in coordinates.items()}
@@ -37,12 +39,12 @@ class Eager:
                 self._functions[name] = self._function(graph, name)
         self._step = self._function(program.graph, program.name)
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The flat outputs for the flat inputs."""
-        return self._step(list(inputs))
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The flat outputs for the flat inputs; the list of inputs is emptied, so that what it alone holds can go."""
+        return self._step(inputs)
 
     def _function(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], list[Any]]:
-        """A graph as a Python function of the inputs without coordinates."""
+        """A graph as a Python function of the list of its inputs without coordinates, which it empties."""
         copy = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         axes: list[str | None] = []
@@ -58,12 +60,12 @@ class Eager:
                 *args, group = env[node].args
                 env[node].args = (*args, bound_group(self._program.mesh, str(group)))
         fixed = [self._coordinates[a] for a in axes if a is not None]
-        forward = self._finish(copy, name)
-        return lambda inputs: list(forward(*fixed, *inputs))
+        run = fx.GraphModule(torch.nn.Module(), _emptying(self._finish(copy, name, env))).forward
+        return lambda inputs: list(run([*fixed, *_drained(inputs)]))
 
-    def _finish(self, graph: fx.Graph, name: str) -> Callable[..., Any]:
-        """A bound graph as a Python function of all its placeholders."""
-        return fx.GraphModule(torch.nn.Module(), graph).forward
+    def _finish(self, graph: fx.Graph, name: str, env: dict[fx.Node, fx.Node]) -> fx.Graph:
+        """What runs for a bound graph; ``env`` has its node for every node of the program's graph."""
+        return graph
 
     def _exchange(self, target: Exchange) -> Callable[..., Any]:
         """An all-to-all of the parts that this rank's plan says."""
@@ -104,3 +106,32 @@ class Eager:
             targets.scan_body: scan,
             targets.scan_body_backward: scan_back,
         }[node.target]  # type: ignore[index]
+
+
+def _drained(values: list[Any]) -> list[Any]:
+    """The values of a list, which is empty afterwards: its owner keeps nothing alive."""
+    taken = list(values)
+    values.clear()
+    return taken
+
+
+def _emptying(graph: fx.Graph) -> fx.Graph:
+    """The graph with one input, the list of its inputs; an input lives no longer than what reads it.
+
+    The arguments of a Python call live as long as the call.
+    """
+    made = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    box = made.placeholder("inputs")
+    places = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in reversed(places):
+        env[node] = made.call_function(_last, (box,))
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            env[node] = made.node_copy(node, env.__getitem__)
+    return made
+
+
+def _last(values: list[Any]) -> Any:
+    """Take the last value out of a list."""
+    return values.pop()

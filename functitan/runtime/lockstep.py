@@ -5,7 +5,7 @@ A value is a list with one tensor per rank. Exact and without processes: the def
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Lockstep:
         self._coordinates = [{a: torch.tensor(v) for a, v in c.items()} for c in mesh.coordinates()]
         self._last: dict[int, dict[fx.Node, list[fx.Node]]] = {}
 
-    def graph(self, name: str, graph: fx.Graph, inputs: Sequence[Ranked]) -> list[Ranked]:
+    def graph(self, name: str, graph: fx.Graph, inputs: Iterable[Ranked]) -> list[Ranked]:
         """Run one graph; inputs exclude the rank coordinates."""
         env: dict[fx.Node, Ranked] = {}
         given = iter(inputs)

@@ -11,7 +11,7 @@ from spmd_types.types import PartitionSpec
 
 from functitan.errors import ShardingError
 from functitan.sharding import processes
-from functitan.sharding.layout import Layout, digit_size, spec_text
+from functitan.sharding.layout import Layout, digit_size, replicated, spec_text
 from functitan.sharding.logical import Entry, as_axes, layout_of
 from functitan.sharding.mesh import Mesh
 
@@ -149,6 +149,16 @@ def put(x: torch.Tensor, layout: Layout, mesh: Mesh) -> Array:
         return Array(x.shape, x.dtype, layout, mesh, None)
     parts = [local_part(x, layout, c, mesh) for c in mesh.local_coordinates()]
     return Array(x.shape, x.dtype, layout, mesh, parts)
+
+
+def on_mesh(x: torch.Tensor | Array, mesh: Mesh) -> Array:
+    """A value as an Array: a plain tensor, equal on all processes, is copied, and is whole on every rank.
+
+    >>> from functitan.sharding.mesh import make_mesh
+    >>> on_mesh(torch.arange(2), make_mesh({"data": 2}, simulate=True)).shards
+    [tensor([0, 1]), tensor([0, 1])]
+    """
+    return x if isinstance(x, Array) else put(x, replicated(tuple(x.shape)), mesh)
 
 
 def abstract_array(shape: Sequence[int], dtype: torch.dtype, layout: Layout, mesh: Mesh) -> Array:

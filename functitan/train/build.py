@@ -10,7 +10,7 @@ from functitan import random, tree
 from functitan.data import Batch
 from functitan.optim.evaluation import eval_params, has_eval_params
 from functitan.runtime.compiled import compile
-from functitan.sharding.array import Array
+from functitan.sharding.array import Array, on_mesh
 from functitan.sharding.mesh import make_mesh
 from functitan.train.abstract import compile_step, mesh_axes
 from functitan.train.init import init
@@ -57,9 +57,10 @@ def _on_mesh(task: Task) -> Steps:
 
     def first_state() -> TrainState:
         params = init(random.key(task.run.seed, device=device), task.declared, mesh, task.rules)
-        return TrainState(params, optimizer_init(params))
+        # Whole leaves too as Arrays: what is donated is one.
+        return tree.map(lambda x: on_mesh(x, mesh), TrainState(params, optimizer_init(params)))
 
-    return Steps(first_state, train, evaluate, averaged, whole, device)
+    return Steps(first_state, train, evaluate, averaged, whole, device, (train, evaluate))
 
 
 def whole(params: PyTree) -> PyTree:

@@ -13,6 +13,7 @@ from functitan.autodiff import value_and_grad
 from functitan.data import Batch
 from functitan.nn.init import init_params
 from functitan.optim import apply_updates
+from functitan.runtime.compiled import Compiled
 from functitan.train.task import Task
 
 PyTree = Any
@@ -39,6 +40,7 @@ class Steps:
             for that, see :func:`functitan.optim.eval_params`.
         whole: parameters as a pytree of whole plain tensors, for files and for generation.
         device: where batches are put.
+        compiled: those of the functions that are compiled.
     """
 
     init: Callable[[], TrainState]
@@ -47,6 +49,7 @@ class Steps:
     eval_params: Callable[[TrainState], PyTree]
     whole: Callable[[PyTree], PyTree]
     device: torch.device
+    compiled: tuple[Compiled, ...] = ()
 
 
 def make_init(task: Task, device: torch.device) -> Callable[[], TrainState]:
