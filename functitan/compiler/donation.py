@@ -83,9 +83,10 @@ def holders(program: Program) -> dict[fx.Node, set[fx.Node]]:
 
 
 def passed_on(body: LoweredBody, backward: bool) -> set[int]:
-    """The inputs of a body's forward or backward graph of which a result is, or is a view, by number.
+    """The inputs of a body's forward or backward graph, by number, of which a result is, or is a view.
 
-    What its other graphs started for it comes after the inputs of the call. Bodies that a body calls are taken to hand on all that they are given.
+    What its other graphs started for it is numbered after the inputs of the call. Bodies that it calls are taken to
+    hand on all that they are given.
     """
     graph = body.backward if backward else body.forward
     assert graph is not None

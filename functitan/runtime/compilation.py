@@ -34,7 +34,7 @@ class Compilation:
         train_step was compiled in 13.5 s: traced and lowered 2.5 s, 7 graphs 11.0 s, 3 of them from the cache
         >>> print(Compilation("loss", 2, 0.25, 0.01, changed="batch/tokens: int64[8, 64] -> int64[4, 64]"))
         loss was compiled again, number 2, in 0.3 s: traced and lowered 0.2 s; changed: batch/tokens: int64[8, 64] -> int64[4, 64]
-        """  # noqa: E501 (one line as it is printed)
+        """
         again = f"again, number {self.number}, " if self.number > 1 else ""
         text = f"{self.name} was compiled {again}in {self.lowering + self.building:.1f} s"
         text += f": traced and lowered {self.lowering:.1f} s"

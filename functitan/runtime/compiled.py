@@ -86,7 +86,9 @@ class Compiled:
         return self._ready(args).program
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function on Arrays and tensors; sharded results are Arrays, replicated ones plain tensors.
+        """Run the function on Arrays and tensors.
+
+        Sharded results, and those that replace a donated Array, are Arrays; other replicated ones are plain tensors.
 
         Raises:
             ArgumentError: arguments that the function does not take.
@@ -252,8 +254,9 @@ def compile(
         f: a pure function of pytrees of tensors.
         mesh: where it runs.
         rules: what logical axis names mean; needed when the function uses them.
-        donate_argnums: arguments whose Arrays are given up to the call; plain tensors among them are not. Results
-            share no memory with arguments or with each other.
+        donate_argnums: arguments whose Arrays are given up to the call: their memory is freed after its last use, or
+            written over by what replaces them, which is an Array too. Plain tensors among them are not given up; put
+            them on the mesh for that. Results share no memory with other arguments or with each other.
         conflicts: "error": operands that disagree are an error with the constrain to write; "auto": they are settled
             by bytes moved, and the Program lists each choice.
         reduce_dtype: the lowest dtype in which gradients of parameters are reduced over ranks.

@@ -46,6 +46,8 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
         meter = Meter(run.steps, task.source.batch(0)["tokens"].numel())
         for step in range(run.steps):
             state, metrics = steps.train(state, to_device(task.source.batch(step), steps.device))
+            if step == 0:
+                _say_compiled(steps, progress)
             done = step + 1
             if step == 0 or done % run.log_every == 0 or done == run.steps:
                 rows.append(_numbers(metrics))
@@ -82,6 +84,13 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
     if sample:
         progress.line(f"\nA sample:\n{sample}")
     return summary
+
+
+def _say_compiled(steps: Steps, progress: Progress) -> None:
+    """How long the first step's programs took to compile, and what came from the cache; later ones are logged."""
+    for function in steps.compiled:
+        for made in function.compilations:
+            progress.line(str(made))
 
 
 def _numbers(metrics: Metrics) -> dict[str, float]:
