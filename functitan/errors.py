@@ -34,6 +34,10 @@ class GradientError(FunctitanError, ValueError):
     """A function, or a value, that cannot be differentiated as was asked."""
 
 
+class NonfiniteError(FunctitanError, ArithmeticError):
+    """A gradient that is not finite, where a step was told to stop for one."""
+
+
 class ConfigError(FunctitanError):
     """A recipe, override or command line that cannot be used."""
 

@@ -2,7 +2,15 @@
 
 from functitan.optim.adamw import AdamWState, adam, adamw
 from functitan.optim.blocks import Blocks
-from functitan.optim.clip import ClipState, SkipState, clip_by_global_norm, clip_by_value, global_norm, skip_nonfinite
+from functitan.optim.clip import (
+    ClipState,
+    SkipState,
+    clip_by_global_norm,
+    clip_by_value,
+    global_norm,
+    raise_nonfinite,
+    skip_nonfinite,
+)
 from functitan.optim.ema import EmaState, ema_params, with_ema
 from functitan.optim.evaluation import eval_params
 from functitan.optim.hyperparams import Hyper, InjectState, inject_hyperparams
@@ -64,6 +72,7 @@ __all__ = [
     "piecewise",
     "qk_clip",
     "quantize",
+    "raise_nonfinite",
     "schedule_free_adamw",
     "sgd",
     "skip_nonfinite",

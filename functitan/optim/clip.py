@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, Literal
 
 import torch
 
 from functitan import tree
-from functitan.errors import ArgumentError
+from functitan.errors import ArgumentError, NonfiniteError
 from functitan.optim.transform import GradientTransformation, PyTree, extra_of
 
 
@@ -91,17 +92,25 @@ class SkipState:
     """The state of :func:`skip_nonfinite`.
 
     Attributes:
-        norm: the global gradient norm of the last step, before clipping; not finite when it was skipped.
+        norm: the global gradient norm of the last step, before clipping; not finite when it was skipped. In mode
+            "raise", that of the step that stopped it.
         skipped: how many steps were skipped, 0-d int64.
         inner: the state of the inner transformation.
+        mode: "skip" or "raise"; part of the structure.
     """
 
     norm: torch.Tensor
     skipped: torch.Tensor
     inner: Any
+    mode: Literal["skip", "raise"] = dataclasses.field(default="skip", metadata={"static": True})
 
 
-def skip_nonfinite(inner: GradientTransformation, max_norm: float | None = None) -> GradientTransformation:
+def skip_nonfinite(
+    inner: GradientTransformation,
+    max_norm: float | torch.Tensor | None = None,
+    *,
+    mode: Literal["skip", "raise"] = "skip",
+) -> GradientTransformation:
     """Leave parameters and state as they are in a step whose gradient norm is not finite, and count it.
 
     The decision is a value of the global gradient, so it is the same everywhere. Clipping is done here too,
@@ -110,24 +119,74 @@ def skip_nonfinite(inner: GradientTransformation, max_norm: float | None = None)
     Args:
         inner: the rule to guard; its state, the step count included, stays as it was in a skipped step.
         max_norm: clip by this global norm first; None not to.
+        mode: after such a step "skip" goes on with the next. "raise" leaves out every later step too, so that the state
+            is the one before the bad step whenever :func:`raise_nonfinite`, which waits for the device, looks at it.
+
+    Returns:
+        A transformation with the state :class:`SkipState`.
+
+    Raises:
+        ArgumentError: another mode.
+
+    >>> from functitan.optim import sgd
+    >>> rule, params = skip_nonfinite(sgd(1.0), mode="raise"), {"w": torch.tensor(1.0)}
+    >>> _, state = rule.update({"w": torch.tensor(float("nan"))}, rule.init(params), params)
+    >>> updates, state = rule.update(params, state, params)
+    >>> updates, int(state.skipped)
+    ({'w': tensor(0.)}, 2)
     """
+    if mode not in ("skip", "raise"):
+        raise ArgumentError(f'skip_nonfinite was given mode="{mode}"; there are "skip" and "raise".')
 
     def init(params: PyTree) -> SkipState:
         skipped = _scalar(params, 0.0).to(torch.int64)
-        return SkipState(_scalar(params, 0.0), skipped, inner.init(params))
+        return SkipState(_scalar(params, 0.0), skipped, inner.init(params), mode)
 
     def update(grads: PyTree, state: SkipState, params: PyTree, **extra: PyTree) -> tuple[PyTree, SkipState]:
         norm = global_norm(grads)
         finite = torch.isfinite(norm)
+        if mode == "raise":
+            norm = torch.where(state.skipped > 0, state.norm, norm)
+            finite = torch.isfinite(norm)
         if max_norm is not None:
             scale = clip_scale(norm, max_norm)
             grads = tree.map(lambda g: g * scale.to(g.dtype), grads)
         updates, new = inner.update(grads, state.inner, params, **extra_of([inner], extra)[0])
         updates = tree.map(lambda u: torch.where(finite, u, 0.0), updates)
         kept = tree.map(lambda n, o: torch.where(finite, n, o), new, state.inner)
-        return updates, SkipState(norm, state.skipped + (~finite).to(torch.int64), kept)
+        return updates, SkipState(norm, state.skipped + (~finite).to(torch.int64), kept, mode)
 
     return GradientTransformation(init, update, extra=inner.extra)
+
+
+def raise_nonfinite(state: PyTree) -> None:
+    """Raise where a guard of mode "raise" has left a step out; otherwise, and for other modes, do nothing.
+
+    All ranks hold the same counts, so all raise. Call it as often as the loop reads metrics: it waits for the device.
+
+    Args:
+        state: of any rule with :func:`skip_nonfinite` in it, from outside of compiled functions.
+
+    Raises:
+        NonfiniteError: says the norm and how many steps ago it was.
+
+    >>> from functitan.optim import sgd
+    >>> rule, params = skip_nonfinite(sgd(1.0), mode="raise"), {"w": torch.tensor(1.0)}
+    >>> _, state = rule.update({"w": torch.tensor(float("nan"))}, rule.init(params), params)
+    >>> raise_nonfinite(state)
+    Traceback (most recent call last):
+    functitan.errors.NonfiniteError: the gradient of the last step has the global norm nan. ...
+    """
+    if isinstance(state, SkipState) and state.mode == "raise" and int(state.skipped):
+        steps = int(state.skipped)
+        when = "the last step" if steps == 1 else f"the step {steps} steps ago"
+        raise NonfiniteError(
+            f"the gradient of {when} has the global norm {float(state.norm)}. Parameters and optimizer state are those "
+            'before it: look for the cause there, or go on without such steps by mode="skip".'
+        )
+    found = tree.children(state)
+    for child in found[0] if found is not None else ():
+        raise_nonfinite(child)
 
 
 def _scalar(params: PyTree, value: float) -> torch.Tensor:

@@ -66,6 +66,7 @@ class OptimConfig:
         qk_clip: attention logits above it are clipped, see :func:`functitan.optim.qk_clip`; it costs their measurement.
             None not to.
         max_norm: gradients are clipped by this global norm; None not to.
+        nonfinite: a step whose gradient is not finite is left out: "skip" goes on after it, "raise" ends the run.
         state_dtype, state_stochastic, state_block: how moments are stored between steps; see
             :func:`functitan.optim.with_low_bit_state`.
     """
@@ -83,6 +84,7 @@ class OptimConfig:
     ema: float | None = None
     qk_clip: float | None = None
     max_norm: float | None = 1.0
+    nonfinite: Literal["skip", "raise"] = "skip"
     state_dtype: Literal["float32", "bfloat16", "int8", "float8"] = "float32"
     state_stochastic: bool = False
     state_block: int = 256
@@ -96,7 +98,7 @@ class OptimConfig:
         if self.qk_clip is not None:
             rule = optim.chain(rule, optim.qk_clip(self.qk_clip))
         averaged = rule if self.ema is None else optim.with_ema(rule, self.ema)
-        return optim.skip_nonfinite(averaged, self.max_norm)
+        return optim.skip_nonfinite(averaged, self.max_norm, mode=self.nonfinite)
 
     def labels(self) -> Labels:
         """Which rule steps each leaf, by patterns for paths; see :func:`functitan.optim.partition`."""

@@ -8,7 +8,9 @@ from importlib.metadata import version
 
 import torch
 
+from functitan.errors import NonfiniteError
 from functitan.nn.padding import unpadded
+from functitan.optim import raise_nonfinite
 from functitan.sharding import processes
 from functitan.train.build import build_steps
 from functitan.train.evaluate import sample_text, to_device, validate
@@ -32,6 +34,8 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
     Raises:
         FunctitanError: a mesh, device or folder that cannot be used. The folder is made last, so that a run
             that cannot begin leaves nothing.
+        NonfiniteError: a gradient that is not finite, where the optimizer is told to raise; at the next row of metrics,
+            after the parameters before that step were saved.
     """
     run = task.run
     steps = build_steps(task) if steps is None else steps
@@ -55,6 +59,12 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
                 speed = meter.tokens_per_second
                 folder.row(done, rows[-1] | ({"tokens_per_second": speed} if speed is not None else {}))
                 progress.update(done, progress_text(done, run.steps, rows[-1], speed, meter.seconds_left))
+                try:
+                    raise_nonfinite(state.opt)
+                except NonfiniteError:
+                    # The parameters before the bad step, for whoever looks for its cause.
+                    folder.params(unpadded(task.declared, steps.whole(steps.eval_params(state))))
+                    raise
             else:
                 meter.step_done()
             if run.validate_every and done % run.validate_every == 0 and done < run.steps:

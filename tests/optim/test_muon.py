@@ -8,6 +8,7 @@ import torch
 from functitan import optim, tree
 from functitan.errors import ArgumentError
 from functitan.optim import Blocks
+from functitan.optim.orthogonalize import SCALES
 
 
 def _random(*shape, seed=0):
@@ -73,6 +74,14 @@ def test_scales_read_in_and_out_the_right_way_round(scale, outs_twice_ins, ins_t
     for name, factor in (("up", outs_twice_ins), ("down", ins_twice_outs)):
         plain = optim.newton_schulz(params[name], dtype=torch.float32)
         torch.testing.assert_close(updates[name], -factor * plain, rtol=1e-5, atol=1e-6)
+
+
+def test_scales_of_a_real_matrix():
+    """2048 inputs and 11264 outputs, and the other way round."""
+    c = lambda name, *shape: SCALES[name](*shape)  # noqa: E731
+    assert c("original", 11264, 2048) == pytest.approx(2.3452, abs=5e-5)
+    assert c("match_rms", 11264, 2048) == pytest.approx(21.226, abs=5e-4) == c("match_rms", 2048, 11264)
+    assert c("original", 2048, 11264) == 1.0
 
 
 def test_decay_uses_the_base_rate():

@@ -87,3 +87,8 @@ def test_what_is_no_matrix_and_no_schedule():
         newton_schulz(torch.ones(3, 3), "polar_expres")
     own = Coefficients(((1.5, -0.5, 0.0),))
     torch.testing.assert_close(newton_schulz(torch.eye(1), own, dtype=torch.float32), torch.eye(1))
+
+
+def test_operations_of_real_matrices():
+    assert newton_schulz_flops((2048, 2048), 5) == 128_849_018_880
+    assert newton_schulz_flops((2048, 11264), 5) == newton_schulz_flops((11264, 2048), 5) == 515_396_075_520

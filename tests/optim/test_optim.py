@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+import functitan as ft
 from functitan import optim, tree
-from functitan.errors import ConfigError, TreeError
+from functitan.errors import ArgumentError, ConfigError, NonfiniteError, TreeError
 
 
 def _problem():
@@ -113,6 +114,59 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     assert int(new.skipped) == 1 and not math.isfinite(float(new.norm))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_in_mode_raise_everything_stays_as_before_the_bad_step(bad):
+    """However many steps pass before somebody looks."""
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    rule = optim.chain(optim.skip_nonfinite(optim.adamw(0.1), max_norm=1.0, mode="raise"))
+    _, state = rule.update(params, rule.init(params), params)
+    optim.raise_nonfinite(state)
+    before = state
+    _, state = rule.update({"a": torch.tensor([1.0, bad, 1.0]), "b": torch.ones(2)}, state, params)
+    with pytest.raises(NonfiniteError, match=f"the gradient of the last step has the global norm {bad}"):
+        optim.raise_nonfinite(state)
+    updates, state = rule.update(params, state, params)
+    assert all(not u.any() for u in tree.leaves(updates))
+    for new, old in zip(tree.leaves(state[0].inner), tree.leaves(before[0].inner), strict=True):
+        assert torch.equal(new, old)
+    with pytest.raises(NonfiniteError, match=f"the step 2 steps ago has the global norm {bad}. Parameters"):
+        optim.raise_nonfinite(state)
+    assert tree.structure(state) == tree.structure(before) and int(state[0].skipped) == 2
+
+
+@pytest.mark.parametrize("mode", ["skip", "raise"])
+def test_all_ranks_decide_alike_on_a_bad_number_in_one_part(mode):
+    """Report B17 a: one element of one rank's part, on two axes; leaves that are whole decide the same."""
+    mesh = ft.make_mesh({"fsdp": 2, "tensor": 2}, simulate=True)
+    params = {"a": torch.ones(4, 4), "b": torch.ones(3)}
+    bad = torch.ones(4, 4)
+    bad[3, 0] = math.nan
+    put = lambda x: {"a": ft.device_put(x["a"], ft.P("fsdp", "tensor"), mesh), "b": x["b"]}  # noqa: E731
+    rule = optim.skip_nonfinite(optim.adamw(0.1), max_norm=1.0, mode=mode)
+    step = ft.compile(rule.update, mesh=mesh)
+    spread, state = put(params), ft.compile(rule.init, mesh=mesh)(put(params))
+    for grads in (params, {"a": bad, "b": params["b"]}, params):
+        updates, state = step(put(grads), state, spread)
+    whole = tree.map(lambda x: x.full() if isinstance(x, ft.Array) else x, (updates, state))
+    alone = rule.init(params)
+    for grads in (params, {"a": bad, "b": params["b"]}, params):
+        expected, alone = rule.update(grads, alone, params)
+    assert int(alone.skipped) == (1 if mode == "skip" else 2) and int(alone.inner.step) == (2 if mode == "skip" else 1)
+    for a, b in zip(tree.leaves(whole), tree.leaves((expected, alone)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert all(shard.isfinite().all() for x in (updates["a"], state.inner.mu["a"]) for shard in x.shards)
+    if mode == "raise":
+        with pytest.raises(NonfiniteError, match="nan"):
+            optim.raise_nonfinite(state)
+    else:
+        optim.raise_nonfinite(state)
+
+
+def test_a_mode_that_does_not_exist():
+    with pytest.raises(ArgumentError, match=r'mode="halt"; there are "skip" and "raise"'):
+        optim.skip_nonfinite(optim.sgd(0.1), mode="halt")  # type: ignore[arg-type]
+
+
 def test_huge_finite_gradients_are_clipped_not_zeroed():
     """Report B17 c."""
     grads = {"a": torch.full((4,), 1e30)}
@@ -155,6 +209,15 @@ def test_schedule_ends_at_the_minimum_and_the_shapes_differ():
     half = {d: float(rate(torch.tensor(6))) for d, rate in rates.items()}
     expected = {"linear": 0.5, "sqrt": 1 - math.sqrt(0.5), "cosine": 0.5}
     assert half == pytest.approx({d: 0.2 + 0.8 * f for d, f in expected.items()}, abs=1e-6)
+
+
+def test_a_short_run_warms_up_and_ends_exactly_at_the_minimum():
+    """The step after the last, for all shapes; and a minimum of 0.2 that no step of the run undercuts."""
+    for shape in ("linear", "sqrt", "cosine"):
+        rate = optim.warmup_stable_decay(1.0, steps=10, warmup=2, decay=shape, min_factor=0.2)
+        found = [float(rate(torch.tensor(i))) for i in range(20)]
+        assert min(found) == found[10] == found[19] == pytest.approx(0.2, abs=1e-7)
+        assert found[2:11] == sorted(found[2:11], reverse=True)
 
 
 def test_schedule_errors_come_together():

@@ -11,7 +11,7 @@ import torch
 from functitan import random, tree
 from functitan.checkpoint import load_params
 from functitan.data import load_corpus
-from functitan.errors import ConfigError, FunctitanError
+from functitan.errors import ConfigError, FunctitanError, NonfiniteError
 from functitan.recipes import load_recipe, override
 from functitan.sharding.array import Array
 from functitan.train import Progress, build_steps, make_train_step, mean_loss, resolve_device, train
@@ -200,3 +200,27 @@ def test_averages_are_what_is_validated_and_saved(recipe, corpus, tmp_path, mesh
     total = [task.loss(expected, batch) for batch in task.source.validation()]
     nats = sum(t.item() for t, _ in total) / sum(int(c.item()) for _, c in total) / task.source.bytes_per_token
     assert summary.validation == pytest.approx(nats, rel=1e-5)
+
+
+def test_a_run_that_is_told_to_raise_ends_with_the_parameters_before_the_bad_step(recipe, corpus, tmp_path):
+    """Step 2 has a gradient of NaN, and metrics are read at steps 1 and 4."""
+    task = override(recipe, ["optim.nonfinite=raise", "run.log_every=4", "run.sample_tokens=0"]).task(corpus)
+    steps = build_steps(task)
+
+    def poisoned(params, batch):
+        total, count = task.loss(params, batch)
+        return total * math.nan, count
+
+    bad = make_train_step(dataclasses.replace(task, loss=poisoned))
+    states = []
+
+    def step(state, batch):
+        states.append(state)
+        return (bad if len(states) == 2 else steps.train)(state, batch)
+
+    with pytest.raises(NonfiniteError, match="the step 3 steps ago has the global norm nan"):
+        train(task, steps=dataclasses.replace(steps, train=step), progress=Progress(4, io.StringIO()))
+    saved = load_params(tmp_path / "run" / "params.safetensors", task.declared)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(saved), tree.leaves(states[1].params), strict=True))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["skipped"]) for row in rows] == [(1, 0), (4, 3)]
