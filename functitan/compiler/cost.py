@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from functitan.compiler.program import Program
     from functitan.sharding.mesh import Mesh
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
 
 @dataclass(frozen=True)
 class Part:
@@ -45,8 +47,8 @@ class Cost:
         compute: seconds of compute: each op by the slower of its operations and its memory traffic.
         parameters: seconds of collectives of parameters and gradients.
         activations: seconds of the others.
-        ahead: seconds of those that the Program starts in one graph and waits for in another, a step of a scan apart:
-            they run beside compute. It waits for all others where they are started.
+        ahead: seconds of those that the Program starts in one graph and waits for in another, a step of a scan or a
+            region apart: they run beside compute. It waits for all others where they are started.
         peak: bytes of memory at the peak.
         memory: bytes of the chip's memory.
         peak_flops: the chip's rate in the dtype in which most operations run.
@@ -141,7 +143,7 @@ def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
             origin = node.meta["origin"]
             of_parameter = origin.gather or (origin.backward and bool(origin.param))
             moved["parameters" if of_parameter else "activations"] += seconds
-            if any(user.op == "output" for user in node.users):  # under way when the graph ends
+            if not any(user.target is _WAIT for user in node.users):  # waited for in another graph
                 ahead += seconds
             sent += times * move.nbytes
             continue

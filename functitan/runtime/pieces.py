@@ -92,7 +92,7 @@ def _outside(node: fx.Node) -> bool:
     that end in another graph, constants, effects, other names of inputs."""
     if isinstance(node.target, Constant) or node.target in BODY_CALLS or nodes.has_effect(node):
         return True
-    if "collective" in node.meta and any(user.op == "output" for user in node.users):
+    if "collective" in node.meta and not any(user.target is _WAIT for user in node.users):
         return True  # started here, waited for in another graph
     if node.target is _WAIT and nodes.args(node)[0].op == "placeholder":
         return True

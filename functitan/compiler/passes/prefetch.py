@@ -1,5 +1,5 @@
-"""Prefetch: a scan's step starts the parameter gathers of a later step, and ends the gradient reductions of the one
-before.
+"""Prefetch: a step of a scan starts the parameter gathers of a later one, and ends the gradient reductions of the one
+before; so do regions that are called one after another (:mod:`functitan.compiler.passes.regions`).
 
 A body's forward and backward graphs are cut at the collectives of parameters: what leads to a gather from stored
 parameters alone is started so many steps before it is waited for, and what follows a gradient's reduction waits until
@@ -17,6 +17,7 @@ from torch import fx
 from functitan.compiler import nodes
 from functitan.compiler.body_calls import scan_body
 from functitan.compiler.passes.bucket import adds_gradient, gathers_parameter
+from functitan.compiler.passes.regions import inline_stages
 from functitan.compiler.passes.settings import Passes
 from functitan.compiler.program import LoweredBody, Program
 from functitan.compiler.split import ancestors, depends_on, extract
@@ -24,22 +25,32 @@ from functitan.compiler.text import body_names
 
 
 def prefetch(program: Program, settings: Passes) -> tuple[Program, list[str]]:
-    """Start the gathers of scanned bodies ``settings.prefetch`` steps ahead, and wait late for their reductions."""
+    """Start the gathers of bodies ``settings.prefetch`` steps or regions ahead, and wait late for their reductions."""
     scanned = {str(nodes.args(n)[0]) for _, g in program.graphs() for n in g.nodes if n.target is scan_body}
     names = body_names(program)
     changes: list[str] = []
-    bodies = dict(program.bodies)
-    for name in scanned & bodies.keys():
-        bodies[name], gathers, reductions = _staged(bodies[name], settings.prefetch)
+    regions: dict[str, LoweredBody] = {}
+    bodies: dict[str, LoweredBody] = {}
+    inlined = lambda _, graph: inline_stages(graph, regions, settings.prefetch)  # noqa: E731
+    for name, body in reversed(program.bodies.items()):  # callers stand before the bodies that they call
+        of, step = ("steps", "step") if name in scanned else ("calls of regions", "call of a region")
+        if regions:
+            body = body.with_graphs(inlined)
+        cut, gathers, reductions = _staged(body, settings.prefetch)
         parts = []
         if gathers:
-            steps = f"{settings.prefetch} step{'s' if settings.prefetch > 1 else ''}"
-            parts.append(f"{gathers} gathers are started {steps} ahead")
+            times = f"{settings.prefetch} {of if settings.prefetch > 1 else step}"
+            parts.append(f"{gathers} gathers are started {times} ahead")
         if reductions:
-            parts.append(f"{reductions} reductions of gradients are waited for one step later")
+            parts.append(f"{reductions} reductions of gradients are waited for one {step} later")
+        bodies[name] = cut
         if parts:
             changes.append(f"{names[name]}: {', '.join(parts)}")
-    return replace(program, bodies=bodies), changes
+        if parts and name not in scanned:
+            regions[name] = cut
+            bodies[name] = replace(cut, ahead=0, forward_starts=None, backward_starts=None, backward_finish=())
+    graph = inlined("step", program.graph) if regions else program.graph
+    return replace(program, graph=graph, bodies=dict(reversed(bodies.items()))), changes[::-1]
 
 
 def _staged(body: LoweredBody, ahead: int) -> tuple[LoweredBody, int, int]:

@@ -16,6 +16,7 @@ from tests.compiler.placing import agree, randn, whole
 OFF = Passes.off()
 BUCKETS = replace(OFF, bucket_bytes=1 << 20)
 AHEAD = replace(OFF, prefetch=1)
+BUCKETS_AHEAD = replace(BUCKETS, prefetch=1)
 BOTH = replace(OFF, bucket_bytes=1 << 20, prefetch=2)
 
 W = {"a": randn(4, 8, 16, seed=1) / 3, "b": randn(4, 16, 8, seed=2) / 3, "scale": randn(4, 8, seed=3)}
@@ -98,6 +99,35 @@ def test_a_sum_over_a_second_axis_has_a_step_of_its_own():
     assert ">>>" not in second and second.count("wait_tensor(") == 1
     seconds = program.cost("h100")
     assert seconds.ahead > lowered(data=2, fsdp=2, passes=OFF).cost("h100").ahead == 0
+
+
+def by_regions(w, x):
+    """The scan of ``loss`` as calls of one region after another."""
+
+    def block(c, a, b, scale):
+        h = ft.constrain(c * scale, ("batch", "whole_seq", "embed"))
+        return c + ft.constrain(torch.tanh(h @ a) @ b, ("batch", "seq", "embed"))
+
+    layer = ft.region(block, name="layer")
+    for i in range(len(w["a"])):
+        x = layer(x, w["a"][i], w["b"][i], w["scale"][i])
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}], ids=str)
+def test_regions_start_the_gathers_of_the_next(axes):
+    f, names = ft.value_and_grad(by_regions, argnums=(0, 1)), (W_NAMES, "batch seq embed")
+    _, plain = agree(f, (W, X), names, axes, passes=OFF)
+    program, found = agree(f, (W, X), names, axes, passes=BUCKETS_AHEAD)
+    for a, b in zip(tree.leaves(plain), tree.leaves(found), strict=True):
+        assert torch.equal(whole(a), whole(b))
+    step = [line.split(" = ")[1].split("  #")[0] for line in program.text("step").splitlines()[1:] if " = " in line]
+    order = [i for i, t in enumerate(step) if t.startswith(("all_gather", "reduce_scatter", "layer"))]
+    first = [step[i].split("(")[0] for i in order]
+    # Of four layers forward: two gathers, a call, a gather, a call, and so on.
+    assert first[:8] == ["all_gather", "all_gather", "layer", "all_gather", "layer", "all_gather", "layer", "layer"]
+    assert first[8:12] == ["all_gather", "all_gather", "layer backward", "all_gather"]
+    assert "all_gather(" not in "".join(t for t in program.text("layer").splitlines() if "fsdp" in t and "param" in t)
 
 
 def test_memory_counts_what_is_gathered_ahead():
