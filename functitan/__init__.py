@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spmd_types.types import PartitionSpec as P
 
     from functitan import debug, nn, optim, random, sharding, tree
+    from functitan.accumulation import accumulate_grads
     from functitan.annotations import Param, checkpoint_name, constrain, constrain_like, region, scan, use_params
     from functitan.autodiff import grad, stop_gradient, value_and_grad, vjp
     from functitan.autodiff_custom import custom_vjp
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 #: Module -> the names that are taken from it.
 _HOME = {
+    "functitan.accumulation": ("accumulate_grads",),
     "functitan.annotations": (
         "Param",
         "checkpoint_name",
@@ -89,6 +91,7 @@ __all__ = [
     "ShapeDtypeStruct",
     "abstract_init",
     "abstract_mesh",
+    "accumulate_grads",
     "array_from_process_local",
     "axis_index",
     "axis_size",

@@ -87,6 +87,8 @@ class Annotator(Protocol):
 
     def use_params(self, params: Any, pending: tuple[str, ...]) -> Any: ...
 
+    def mark_gradients(self, gradients: Any, params: Any) -> Any: ...
+
     def local_map(self, local: Any, args: tuple[Any, ...]) -> Any: ...
 
 
@@ -246,3 +248,16 @@ def use_params(params: Any, pending: str | tuple[str, ...] | None = None) -> Any
     annotator = _active.get()
     axes = (pending,) if isinstance(pending, str) else tuple(pending or ())
     return params if annotator is None else annotator.use_params(params, axes)
+
+
+def mark_gradients(gradients: Any, params: Any) -> Any:
+    """Mark values as the gradients of parameters: pending sums are added up, and each lies as its parameter is stored.
+
+    What ``ft.value_and_grad`` returns is marked; this is for sums of gradients that it left pending.
+
+    Args:
+        gradients: a pytree of tensors.
+        params: the parameters, in the same structure and of the same shapes.
+    """
+    annotator = _active.get()
+    return gradients if annotator is None else annotator.mark_gradients(gradients, params)

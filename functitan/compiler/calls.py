@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,9 +59,10 @@ def constrain_like(p: Propagator, node: fx.Node) -> Value:
 
 def use_param(p: Propagator, node: fx.Node) -> Value:
     v = p.env[nodes.args(node)[0]]
-    if v.layout is None or not v.layout.storage:
+    asked = frozenset(nodes.args(node)[2])
+    if v.layout is None or not (v.layout.storage or asked):
         return v
-    layout = replace(v.layout, active=True)
+    layout = replace(v.layout, active=bool(v.layout.storage), unreduced=asked)
     made = Value(v.type, layout, {(layout, False): p.read(v, v.layout)}, param=v.param)
     p.values.append(made)
     return made
@@ -73,12 +74,17 @@ def param_gradient(p: Propagator, node: fx.Node) -> Value:
     asked = tuple(nodes.args(node)[3])
     for axis in asked:
         p.ctx.mesh.require(axis, f"pending={asked!r} of a derivative")
-    target = param.layout or replicated(v.type.shape)
-    kept = tuple(a for a in (v.layout.pending if v.layout is not None else ()) if a in asked)
-    layout = Layout(without(target, kept, p.sizes).dims, kept, target.storage - set(kept))
+    p.emitter.origin = replace(p.emitter.origin, backward=True)
+    layout = gradient_layout(p, v, param.layout or replicated(v.type.shape), asked)
     local = reduced_gradient(p, v, layout, param.param)
     local.meta["gradient"] = param.param  # for reports
     return p.value(v.type, layout, local)
+
+
+def gradient_layout(p: Propagator, v: Value, param: Layout, unreduced: Collection[str]) -> Layout:
+    """A gradient lies as its parameter, but for the axes over which it is, and may stay, a pending sum."""
+    kept = tuple(a for a in (v.layout.pending if v.layout is not None else ()) if a in unreduced)
+    return Layout(without(param, kept, p.sizes).dims, kept, param.storage - set(kept))
 
 
 def reduced_gradient(p: Propagator, v: Value, layout: Layout, param: str) -> fx.Node:
@@ -137,16 +143,20 @@ def scan(p: Propagator, node: fx.Node) -> list[Any]:
             layout = replace(layout, dims=layout.dims[1:])
         layouts.append(layout)
     params = [v.param for v in values]
-    lowered = lower_body(p, body, layouts, params)
+    # A carry that begins as zeros takes the layout that the first step gives it, pending sums included.
+    free = frozenset(i for i, v in enumerate(values[:first]) if v.layout is None and v.zero)
+    lowered = lower_body(p, body, layouts, params, free)
     carried = list(lowered.out_layouts[:first])
-    if carried != [layout.settled() for layout in layouts[:first]]:
-        # The carry may enter more split than it comes (a slice is free), never the other way round.
-        finer = [
+    if free or carried != [layout.settled() for layout in layouts[:first]]:
+        # Another carry may enter more split than it comes (a slice is free), never the other way round.
+        layouts[:first] = [
             out if v.layout is None or by_slices(own, out, p.sizes) else own
             for own, out, v in zip(layouts[:first], carried, values[:first], strict=True)
         ]
-        layouts[:first] = finer
         lowered = lower_body(p, body, layouts, params)
+        if [lay.pending for lay in layouts[:first]] != [lay.pending for lay in lowered.out_layouts[:first]]:
+            layouts[:first] = [lay.settled() for lay in layouts[:first]]  # a later step reads the sum itself
+            lowered = lower_body(p, body, layouts, params)
         for i, (own, out) in enumerate(zip(layouts[:first], lowered.out_layouts[:first], strict=True)):
             if own.dims != out.dims:
                 raise ShardingError(messages.carry_layout(body.name, _carry_path(body, i), own, out, line))
@@ -158,7 +168,7 @@ def scan(p: Propagator, node: fx.Node) -> list[Any]:
         if v.layout is not None and v.layout.active:
             entered.append(p.read(v, v.layout))
         else:
-            entered.append(p.read(v, layout.settled(), f"enters {body.name}"))
+            entered.append(p.read(v, layout, f"enters {body.name}"))
     return _call(p, lowered, entered, length)
 
 
@@ -245,13 +255,15 @@ def _backward(p: Propagator, node: fx.Node, length: int | None) -> list[Value]:
     ]
 
 
-def lower_body(p: Propagator, body: Any, layouts: list[Layout], params: list[str]) -> LoweredBody:
-    """The lowered body for these input layouts, made once."""
+def lower_body(
+    p: Propagator, body: Any, layouts: list[Layout], params: list[str], zeros: frozenset[int] = frozenset()
+) -> LoweredBody:
+    """The lowered body for these input layouts, made once; ``zeros`` are inputs that are zeros of any layout."""
     from functitan.compiler.lower import lower_joint
 
-    key = (body.key, tuple(layouts))
+    key = (body.key, tuple(layouts), zeros)
     if key not in p.ctx.lowered:
-        p.ctx.lowered[key] = lower_joint(p.ctx, body, layouts, params)
+        p.ctx.lowered[key] = lower_joint(p.ctx, body, layouts, params, zeros)
     return p.ctx.lowered[key]
 
 

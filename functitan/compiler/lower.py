@@ -10,7 +10,7 @@ from torch import fx
 
 from functitan import tree
 from functitan.compiler import messages, nodes
-from functitan.compiler.calls import reduced_gradient
+from functitan.compiler.calls import gradient_layout, reduced_gradient
 from functitan.compiler.order import result_by_result
 from functitan.compiler.passes import DEFAULT_PASSES, Passes, run_passes
 from functitan.compiler.program import LoweredBody, Program
@@ -90,14 +90,23 @@ def lower(
         [lay for lay, _ in outs],
         [_type(n) for n in _outputs(traced.graph)],
         traced.out_tree,
-        ctx.choices,
+        list(dict.fromkeys(ctx.choices)),
         rules.unused(ctx.seen_names) if rules is not None else [],
     )
     return run_passes(program, passes)
 
 
-def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str]) -> LoweredBody:
-    """Lower a body's joint graph for the layouts of its inputs, and split it."""
+def lower_joint(
+    ctx: Context, body: Any, layouts: list[Layout], params: list[str], zeros: frozenset[int] = frozenset()
+) -> LoweredBody:
+    """Lower a body's joint graph for the layouts of its inputs, and split it.
+
+    Args:
+        ctx, body: what to lower.
+        layouts, params: of each input its layout, and which parameter it is.
+        zeros: carries that are taken as zeros of any layout: the body as its first step meets it, which shows how these
+            leave it, pending sums included.
+    """
     places = [n for n in body.graph.nodes if n.op == "placeholder"]
     primals, tangents = places[: body.n_inputs], places[body.n_inputs :]
     results = _outputs(body.graph)
@@ -110,7 +119,8 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
         local.update(inputs=[], tangents={}, exits={})
         for node, layout, param in zip(primals, layouts, params, strict=True):
             made = p.emitter.placeholder(node.name, _type(node), layout)
-            p.env[node] = p.value(_type(node), layout, made, node)
+            zero = len(local["inputs"]) in zeros
+            p.env[node] = p.zeros(_type(node), layout) if zero else p.value(_type(node), layout, made, node)
             p.env[node].param = param
             local["inputs"].append(made)
         p.env.missing = lambda node: tangent(p, node)
@@ -120,8 +130,13 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
             v: Value = p.env[out_nodes[i]]
             p.at(out_nodes[i])
             layout = v.layout or v.preferred or replicated(v.type.shape)
-            target = layout.settled() if i >= body.n_carry else _carry_exit(layout, layouts[i], p.sizes)
-            local["exits"][i] = (Layout(target.dims), p.read(v, target, f"leaves {body.name}"))
+            if i in zeros:
+                target = Layout(layout.dims, layout.pending)
+            elif i < body.n_carry:
+                target = _carry_exit(layout, layouts[i], p.sizes, bool(p.env[primals[i]].resolved))
+            else:
+                target = Layout(layout.dims)
+            local["exits"][i] = (target, p.read(v, target, f"leaves {body.name}"))
         return local["exits"][i]
 
     def tangent(p: Propagator, node: fx.Node) -> Value:
@@ -137,8 +152,8 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
             p.env[node]
         found = []
         for i, node in zip(body.gradient_of, gradient_nodes, strict=True):
-            target = Layout(layouts[i].dims, storage=layouts[i].storage)
             p.at(node)
+            target = gradient_layout(p, p.env[node], layouts[i].settled(), layouts[i].unreduced)
             found.append((target, reduced_gradient(p, p.env[node], target, params[i])))
         return outs + found
 
@@ -172,10 +187,13 @@ def lower_joint(ctx: Context, body: Any, layouts: list[Layout], params: list[str
     )
 
 
-def _carry_exit(natural: Layout, entry: Layout, sizes: dict[str, int]) -> Layout:
-    """A carry leaves as it entered if that takes sums and free slices alone; else its own way, refused later."""
-    own = natural.settled()
-    return Layout(entry.dims) if by_slices(own, entry, sizes) else own
+def _carry_exit(natural: Layout, entry: Layout, sizes: dict[str, int], read: bool) -> Layout:
+    """A carry leaves as it entered if that takes sums and free slices alone; else its own way, refused later.
+
+    A pending sum that the body ``read`` is settled: it would be added up in each step anyway.
+    """
+    kept = () if read or set(entry.pending) - set(natural.pending) else entry.pending
+    return Layout(entry.dims, kept) if by_slices(natural.settled(), entry, sizes) else Layout(natural.dims)
 
 
 def _propagate(ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str) -> tuple[Propagator, Any]:

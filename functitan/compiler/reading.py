@@ -106,7 +106,9 @@ class Reader:
                 return node
         gather = bool(v.layout is not None and v.layout.active)
         self.emitter.origin = replace(origin, why=why or origin.why, param=v.param or origin.param, gather=gather)
-        if v.make is not None and not (layout.pending and (v.layout is None or v.settled_only)):
+        if v.zero and v.layout is None and layout.pending:
+            node = self._zeros(v.type, layout)  # each addend of a zero is zero
+        elif v.make is not None and not (layout.pending and (v.layout is None or v.settled_only)):
             node = v.make(layout)
         else:
             node = self._move(v, layout, again)
@@ -142,11 +144,14 @@ class Reader:
 
     def stand_in(self, val: torch.Tensor) -> Value:
         """A value of zeros in place of one that cannot be had."""
+        return self.zeros(TensorType(tuple(val.shape), val.dtype))
 
-        def make(layout: Layout) -> fx.Node:
-            return self.emitter.call(aten.full.default, list(layout.local_shape), 0, dtype=val.dtype)
+    def zeros(self, typ: TensorType, preferred: Layout | None = None) -> Value:
+        """Zeros that are made where they are read, in any layout."""
+        return Value(typ, None, make=lambda layout: self._zeros(typ, layout), preferred=preferred, zero=True)
 
-        return Value(TensorType(tuple(val.shape), val.dtype), None, make=make)
+    def _zeros(self, typ: TensorType, layout: Layout) -> fx.Node:
+        return self.emitter.call(aten.full.default, list(layout.local_shape), 0, dtype=typ.dtype)
 
     def at(self, node: fx.Node) -> None:
         """What is emitted next belongs to this global node."""

@@ -26,6 +26,8 @@ from functitan.errors import TraceError
 from functitan.sharding.shard_map import LocalFunction
 
 _numbers = itertools.count()
+#: The place of every gradient inside a body.
+INSIDE = -1
 Type = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -111,6 +113,7 @@ class TracingAnnotator:
         self._seen: dict[Any, tuple[Body, list[int], Any]] = {}
         self._local: dict[Any, tuple[LocalBody, Any]] = {}  # the function is kept: keys may hold ids
         self._places = itertools.count()
+        self._bodies_open = 0
         self._used: dict[int, torch.Tensor] = {}
 
     def constrain(self, x: torch.Tensor, spec: Any, pending: Any, what: str = "") -> torch.Tensor:
@@ -122,13 +125,20 @@ class TracingAnnotator:
     def checkpoint_name(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return markers.ops.checkpoint_name(x, name)
 
+    def _place(self) -> int:
+        """Which gradient of the function this is, counted in program order; those inside bodies are not told apart."""
+        return INSIDE if self._bodies_open else next(self._places)
+
+    def mark_gradients(self, gradients: Any, params: Any) -> Any:
+        return tree.map(lambda g, p: markers.ops.param_gradient(g, p, self._place(), []), gradients, params)
+
     def use_params(self, params: Any, pending: tuple[str, ...]) -> Any:
         if _torch.inside_functorch():
             return params  # per-example derivatives: marks have no batched form
 
         def use(p: torch.Tensor) -> torch.Tensor:
             if id(p) not in self._used:
-                used = markers.ops.use_param(p, next(self._places), list(pending))
+                used = markers.ops.use_param(p, self._place(), list(pending))
                 self._used[id(used)] = used
                 return used
             return p  # a model that marks its parameters inside a derivative that did
@@ -238,7 +248,11 @@ class TracingAnnotator:
         known = self._seen.get(signature)
         if known is not None and all(i < len(closure[1]) for i in known[1]):
             return known[0], [self._swap(closure[1][i]) for i in known[1]]
-        body = self._trace_body(flat, tensors, n_carry, n_xs, options)
+        self._bodies_open += 1
+        try:
+            body = self._trace_body(flat, tensors, n_carry, n_xs, options)
+        finally:
+            self._bodies_open -= 1
         places = {id(self._swap(t)): i for i, t in enumerate(closure[1])}
         if all(id(t) in places for t in body.captured):
             self._seen[signature] = (body, [places[id(t)] for t in body.captured], f)

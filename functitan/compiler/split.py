@@ -116,7 +116,7 @@ def split(
     coordinates = [n for n in graph.nodes if n.op == "placeholder" and "coordinate" in n.meta]
     effects = [n for n in graph.nodes if nodes.has_effect(n)]
     if not gradients:
-        return extract(graph, [*coordinates, *inputs], outs, effects), None, [], []
+        return extract(graph, [*coordinates, *inputs], outs, effects, whole=True), None, [], []
     late = depends_on(graph, tangents)
     early = ancestors(outs)
     # What an op of forward gives beside what forward returns is there as well: attention's log-sum-exp.
@@ -154,9 +154,17 @@ def split(
 
 
 def extract(
-    graph: fx.Graph, inputs: Sequence[fx.Node], outs: Sequence[fx.Node], effects: Sequence[fx.Node]
+    graph: fx.Graph,
+    inputs: Sequence[fx.Node],
+    outs: Sequence[fx.Node],
+    effects: Sequence[fx.Node],
+    *,
+    whole: bool = False,
 ) -> fx.Graph:
-    """A graph of its own from some values of a graph to others, with some effects; inputs become placeholders."""
+    """A graph of its own from some values of a graph to others, with some effects; inputs become placeholders.
+
+    A graph that is left ``whole`` may hold a derivative of its own, whose backward gathers parameters again on purpose.
+    """
     made = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in inputs:
@@ -176,7 +184,7 @@ def extract(
         if node in needed:
             env[node] = made.node_copy(node, env.__getitem__)
             origin = node.meta.get("origin")
-            if origin is not None and origin.gather:
+            if origin is not None and origin.gather and not whole:
                 # A parameter that is gathered for recomputation is not gathered again for its gradient.
                 key = (node.target, str(env[node].args), str(env[node].kwargs))
                 if key in gathered:

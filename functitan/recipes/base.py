@@ -205,6 +205,13 @@ class Recipe:
                 f"recipe {self.name}: data.batch={self.data.batch} is not divisible by the {shards} parts "
                 f"that the mesh splits a batch into ({axes}). Set data.batch to a multiple of {shards}."
             )
+        microbatches = self.run.microbatches
+        if self.data.batch % (shards * microbatches):
+            raise ConfigError(
+                f"recipe {self.name}: data.batch={self.data.batch} is not divisible by run.microbatches={microbatches}"
+                + (f" times the {shards} parts that the mesh splits each into" if shards > 1 else "")
+                + f". Set data.batch to a multiple of {shards * microbatches}."
+            )
 
     def replace(self, **changes: Any) -> Recipe:
         """A changed copy."""
@@ -244,6 +251,11 @@ class Recipe:
             )
 
         measure = self.family.loss_and_max_logits
+        if self.optim.qk_clip is not None and self.run.microbatches > 1:
+            raise ConfigError(
+                f"recipe {self.name}: optim.qk_clip={self.optim.qk_clip} reads the largest attention logits of a step, which "
+                f"run.microbatches={self.run.microbatches} does not keep. Set optim.qk_clip=none or run.microbatches=1."
+            )
         if self.optim.qk_clip is not None and measure is None:
             raise ConfigError(
                 f"recipe {self.name}: optim.qk_clip={self.optim.qk_clip} reads the largest attention logits, and this "

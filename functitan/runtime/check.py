@@ -244,6 +244,7 @@ class _GradientTap:
     def __init__(self) -> None:
         self.found: list[torch.Tensor | None] = []
         self._used: dict[int, torch.Tensor] = {}
+        self._bodies_open = 0
 
     def constrain(self, x: torch.Tensor, spec: Any, pending: Any, what: str = "") -> torch.Tensor:
         return x
@@ -255,23 +256,28 @@ class _GradientTap:
         return x
 
     def region(self, f: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return f(*args)
+        return self._inside(f, *args)
 
     def scan(self, f: Callable[..., Any], init: Any, xs: Any, length: int, options: dict[str, Any]) -> Any:
         with _plain():
             tapped = plain_scan(lambda c, x: self._inside(f, c, x), init, xs, length)
         return tapped
 
-    def _inside(self, f: Callable[..., Any], carry: Any, x: Any) -> Any:
-        with activate(self):
-            return f(carry, x)
+    def _inside(self, f: Callable[..., Any], *args: Any) -> Any:
+        """Run a body; a trace does not show the gradients that are taken in one."""
+        self._bodies_open += 1
+        try:
+            with activate(self):
+                return f(*args)
+        finally:
+            self._bodies_open -= 1
 
     def local_map(self, local: LocalFunction, args: tuple[Any, ...]) -> Any:
         return plain_shard_map(local, args)
 
     def use_params(self, params: Any, pending: tuple[str, ...]) -> Any:
         def tap(p: torch.Tensor) -> torch.Tensor:
-            if id(p) in self._used:
+            if id(p) in self._used or self._bodies_open:
                 return p
             place = len(self.found)
             self.found.append(None)
@@ -282,6 +288,11 @@ class _GradientTap:
             return used
 
         return tree.map(tap, params)
+
+    def mark_gradients(self, gradients: Any, params: Any) -> Any:
+        if not self._bodies_open:
+            self.found += [g.detach() for g in tree.leaves(gradients)]
+        return gradients
 
 
 @contextmanager

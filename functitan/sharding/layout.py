@@ -48,12 +48,14 @@ class Layout:
         pending: axes over which the ranks hold addends, in mesh order.
         storage: sharding axes that are storage only: gathered before compute reads the value.
         active: True inside a differentiated function, where reading the value gathers its storage axes.
+        unreduced: of a parameter in use, axes over which its gradient may stay a pending sum.
     """
 
     dims: tuple[Dim, ...]
     pending: tuple[str, ...] = ()
     storage: frozenset[str] = frozenset()
     active: bool = False
+    unreduced: frozenset[str] = frozenset()
 
     @property
     def axes(self) -> tuple[str, ...]:

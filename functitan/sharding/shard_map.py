@@ -230,6 +230,9 @@ class InBody:
     def use_params(self, params: Any, pending: tuple[str, ...]) -> Any:
         return params
 
+    def mark_gradients(self, gradients: Any, params: Any) -> Any:
+        return gradients
+
 
 def boundaries(specs: Any, value: Any, what: str, allowed: Sequence[Any]) -> list[Boundary]:
     """Specs laid over the leaves of a value: one above several leaves is that of each."""

@@ -66,7 +66,8 @@ def solve(eq: Equation, call: Call, layouts: Sequence[Layout | None], sizes: Map
             *(lay.storage for lay in layouts if lay is not None and (eq.through_storage or not lay.active))
         ) & frozenset(a for d in dims for a in _axes(d))
         active = eq.through_storage and any(lay is not None and lay.active for lay in layouts)
-        outputs.append(Layout(dims, tuple(a for a in sizes if a in pending), storage, active))
+        unreduced = layouts[0].unreduced if eq.through_storage and layouts and layouts[0] is not None else frozenset()
+        outputs.append(Layout(dims, tuple(a for a in sizes if a in pending), storage, active, unreduced))
     advice = eq.advice(call, layouts) if conflicts and eq.advice is not None else ""
     return Solution(operands, outputs, conflicts, masked, advice)
 
@@ -180,7 +181,7 @@ def _pending(
             continue
         for group in eq.linear:
             if who <= group:
-                missing = group - who
+                missing = group - who - {i for i in call.zeros if layouts[i] is None}  # a zero is a sum of zeros
                 if not missing:
                     passed[axis] = group
                 elif all(call.operands[i].numel <= _MASK_NUMEL for i in group):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from functitan import random, tree
+from functitan.accumulation import accumulate_grads
 from functitan.autodiff import value_and_grad
 from functitan.data import Batch
 from functitan.nn.init import init_params
@@ -66,7 +67,8 @@ def make_train_step(task: Task) -> Callable[[TrainState, Batch], tuple[TrainStat
     """The train step as a pure function of global tensors: what runs on one device, and what is compiled for
     a mesh.
 
-    The loss is the sum over the whole batch by the count of the whole batch, divided once.
+    The loss is the sum over the whole batch by the count of the whole batch, divided once, whatever the number of
+    microbatches.
     """
 
     def loss_fn(params: PyTree, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, dict[str, PyTree]]]:
@@ -74,8 +76,17 @@ def make_train_step(task: Task) -> Callable[[TrainState, Batch], tuple[TrainStat
         # A batch without a single label has loss 0, not 0 / 0.
         return total / count.clamp(min=1), (count, extra)
 
+    def loss_and_grads(params: PyTree, batch: Batch) -> Any:
+        n = task.run.microbatches
+        if n == 1:
+            return value_and_grad(loss_fn, has_aux=True)(params, batch)
+        sums = accumulate_grads(task.loss, n, pending=task.run.pending_gradients)
+        (total, count), grads = sums(params, batch)
+        divisor = count.clamp(min=1)
+        return (total / divisor, (count, {})), tree.map(lambda g: g / divisor, grads)
+
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        (loss, (count, extra)), grads = value_and_grad(loss_fn, has_aux=True)(state.params, batch)
+        (loss, (count, extra)), grads = loss_and_grads(state.params, batch)
         updates, opt = task.optimizer.update(grads, state.opt, state.params, **extra)
         metrics = {"loss": loss, "labels": count, **task.optimizer_metrics(opt)}
         return TrainState(apply_updates(state.params, updates), opt), metrics

@@ -29,6 +29,11 @@ class RunConfig:
         seed: of initial weights, batches and samples.
         device: "auto", "cpu", "cuda" or "cuda:<index>". CUDA is untested so far.
         backend: "eager" runs a step op by op; "inductor" compiles it first, which pays in longer runs.
+        microbatches: the parts of a batch that a step works through one after the other, to hold the activations of
+            one only. Loss and gradient are those of the whole batch.
+        pending_gradients: mesh axes over which the gradients of microbatches are added up on each rank and reduced
+            once, after the last. Without them each microbatch reduces its gradient, and a rank holds only the sum of
+            what it stores.
         log_every: steps between rows of metrics; the first and the last step always have one. Reading a
             metric waits for the device.
         validate_every: steps between validations; 0 for one at the end only.
@@ -41,17 +46,24 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     backend: Literal["eager", "inductor"] = "eager"
+    microbatches: int = 1
+    pending_gradients: tuple[str, ...] = ()
     log_every: int = 10
     validate_every: int = 0
     sample_tokens: int = 256
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or self.log_every < 1 or min(self.validate_every, self.sample_tokens) < 0:
+        if min(self.steps, self.log_every, self.microbatches) < 1 or min(self.validate_every, self.sample_tokens) < 0:
             raise ConfigError(
-                f"run.steps={self.steps} and run.log_every={self.log_every} must be at least 1, "
-                f"run.validate_every={self.validate_every} and run.sample_tokens={self.sample_tokens} "
+                f"run.steps={self.steps}, run.log_every={self.log_every} and run.microbatches={self.microbatches} must be "
+                f"at least 1, run.validate_every={self.validate_every} and run.sample_tokens={self.sample_tokens} "
                 "at least 0."
+            )
+        if self.pending_gradients and self.microbatches == 1:
+            raise ConfigError(
+                f"run.pending_gradients={','.join(self.pending_gradients)} is about the sum over microbatches, and "
+                "run.microbatches is 1. Set run.microbatches, or leave it out."
             )
 
 

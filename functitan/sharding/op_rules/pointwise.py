@@ -36,6 +36,9 @@ LINEAR: dict[Any, tuple[frozenset[int], ...]] = {
     aten.threshold_backward.default: _FIRST,
 }
 
+#: Linear in integers as well, which wrap around: the sum of wrapped addends is the wrapped sum.
+_WRAPPING = {aten.neg.default, aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
+
 #: Pointwise ops that torch does not tag as such.
 UNTAGGED = (
     aten.complex.default,
@@ -77,8 +80,10 @@ def pointwise(call: Call) -> Equation:
     text = ",".join(["..."] * n_in) + "->" + ",".join(["..."] * n_out)
     # A number in the place of an operand is settled: added to every rank's addend, it would be counted once per rank.
     groups = tuple(g for g in LINEAR.get(call.op, ()) if max(g) < n_in)
-    real = call.outputs[0].dtype.is_floating_point or call.outputs[0].dtype.is_complex
-    return parse(text, call, linear=groups if real else ())
+    dtype = call.outputs[0].dtype
+    one_integer = dtype != torch.bool and call.op in _WRAPPING and all(t.dtype == dtype for t in call.operands)
+    passes = dtype.is_floating_point or dtype.is_complex or one_integer
+    return parse(text, call, linear=groups if passes else ())
 
 
 @rule(*UNTAGGED)
