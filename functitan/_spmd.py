@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from spmd_types import _collectives, _mesh_axis, _state
+from spmd_types import _collectives, _local, _mesh_axis, _state
 from spmd_types._checker import typecheck as _typecheck
 from spmd_types._dist import set_dist
 from spmd_types._mesh_axis import MeshAxis
@@ -40,6 +40,7 @@ class _Dist:
     """
 
     ReduceOp = torch.distributed.ReduceOp
+    ProcessGroup = torch.distributed.ProcessGroup
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self._sizes = {**sizes, ONE: 1}
@@ -154,8 +155,12 @@ def placed(func: Any, axis: str, index: torch.Tensor, args: tuple[Any, ...]) -> 
 
 
 @contextlib.contextmanager
-def groups(axes: Axes | None) -> Iterator[None]:
-    """Collectives of spmd_types take the names of these axes inside this block; None: any name, of size 1."""
+def groups(axes: Axes | None, reduce_dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Collectives of spmd_types take the names of these axes inside this block; None: any name, of size 1.
+
+    What the backward of a collective adds up over ranks it adds up in at least ``reduce_dtype``, unless the call says
+    otherwise.
+    """
     sizes = {a: n for a, n in axes or () if n > 1}
     names: dict[str, Any] = {} if axes is not None else _AnyAxis()
     of_axis: dict[Any, str] = {MeshAxis.of(1, 1): ONE}
@@ -167,7 +172,7 @@ def groups(axes: Axes | None) -> Iterator[None]:
     if axes is not None:
         names[ONE] = MeshAxis.of(1, 1)  # collectives name their group again, and in backward
     made = {name: _torch.placeholder_group(n) for name, n in {**sizes, ONE: 1}.items()}
-    known, reduce = dict(_mesh_axis._mesh_axis_names), _collectives._AllReduce
+    known, reduce, options = dict(_mesh_axis._mesh_axis_names), _collectives._AllReduce, _collectives._process_dtype_options
     for name, group in made.items():  # torch keeps only a weak reference
         _torch.register_group(name, group)
     set_dist(_Dist(sizes))
@@ -177,11 +182,13 @@ def groups(axes: Axes | None) -> Iterator[None]:
     _mesh_axis._mesh_axis_names.clear()
     _mesh_axis._mesh_axis_names.update({names[a]: {a} for a in sizes})
     _collectives._AllReduce = _Contiguous(reduce)  # type: ignore[misc, assignment]
+    _collectives._process_dtype_options = _local._process_dtype_options = _reduced_in(reduce_dtype, options)
     try:
         with _torch.quiet_warnings():
             yield
     finally:
         _collectives._AllReduce = reduce  # type: ignore[misc]
+        _collectives._process_dtype_options = _local._process_dtype_options = options
         _mesh_axis._mesh_axis_names.clear()
         _mesh_axis._mesh_axis_names.update(known)
         _state._pop_mesh()
@@ -189,6 +196,18 @@ def groups(axes: Axes | None) -> Iterator[None]:
         torch.distributed.get_rank = get_rank
         for name in made:
             _torch.unregister_group(name)
+
+
+def _reduced_in(dtype: torch.dtype, process: Any) -> Any:
+    """spmd_types' reading of dtype options, with a dtype for the sums of backward."""
+
+    def read(op_dtype: Any, out_dtype: Any, backward_options: Any, **rest: Any) -> Any:
+        given = dict(backward_options or {})
+        if rest["backward_has_reduction"] and "op_dtype" not in given:
+            given["op_dtype"] = torch.promote_types(out_dtype or op_dtype or rest["input_dtype"], dtype)
+        return process(op_dtype, out_dtype, given, **rest)
+
+    return read
 
 
 @contextlib.contextmanager

@@ -40,9 +40,10 @@ def train(
 
     A flag that is not given leaves the recipe's value as it is. Flags are applied after --set.
     """
+    from functitan.cli.launched import started
     from functitan.cli.settings import chosen_recipe
 
-    if nproc is not None and _launched(nproc):
+    if nproc is not None and started(nproc):
         return
     from functitan.train import train as run
 
@@ -51,20 +52,3 @@ def train(
             recipe, mesh=mesh, simulate=simulate, steps=steps, device=device, backend=backend, set_=set_
         ).task()
     )
-
-
-def _launched(nproc: int) -> bool:
-    """Start this command line as so many processes; False in one of them."""
-    import os
-    import sys
-
-    from functitan.errors import ConfigError
-
-    if "FUNCTITAN_LAUNCHED" in os.environ:
-        return False
-    if nproc < 1:
-        raise ConfigError(f"--nproc {nproc} starts no process; write at least 1.")
-    from functitan.runtime.launch import launch
-
-    launch(nproc, sys.argv[1:])
-    return True

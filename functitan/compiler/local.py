@@ -209,9 +209,13 @@ class LocalGraph:
 
 
 def trace_local(
-    body: LocalBody, shapes: Sequence[Sequence[int]], axes: _spmd.Axes, mode: _torch.FakeTensorMode
+    body: LocalBody,
+    shapes: Sequence[Sequence[int]],
+    axes: _spmd.Axes,
+    mode: _torch.FakeTensorMode,
+    reduce_dtype: torch.dtype,
 ) -> LocalGraph:
-    """Trace forward and backward of a body on local shapes."""
+    """Trace forward and backward of a body on local shapes; sums of backward are in ``reduce_dtype`` at least."""
     live = [a for a, n in axes if n > 1]
     n_in = len(shapes)
 
@@ -235,7 +239,7 @@ def trace_local(
             )
         return [*outs, *(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True))]
 
-    with mode, _spmd.groups(axes), torch.enable_grad():
+    with mode, _spmd.groups(axes, reduce_dtype), torch.enable_grad():
         inputs = [_fresh(tuple(s), d, n) for s, d, n in zip(shapes, body.input_dtypes, body.needs, strict=True)] + [
             torch.empty((), dtype=torch.int64) for _ in live
         ]

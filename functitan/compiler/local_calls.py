@@ -112,7 +112,8 @@ def _localized(p: Propagator, body: LocalBody, layouts: list[Layout], line: Any)
         shapes = [lay.local_shape for lay in layouts]
         check_types(body, shapes, p.ctx.mesh, p.ctx.mode, line)
         p.ctx.local[key] = explained(
-            f"shard_map({body.name})", lambda: trace_local(body, shapes, body.axes(p.ctx.mesh), p.ctx.mode)
+            f"shard_map({body.name})",
+            lambda: trace_local(body, shapes, body.axes(p.ctx.mesh), p.ctx.mode, p.ctx.reduce_dtype),
         )
     return p.ctx.local[key]
 

@@ -207,7 +207,7 @@ def _propagate(ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str)
         torn = {
             v.source: max(v.resolved, key=lambda lay: len(lay.axes))
             for v in p.values
-            if v.passed and v.resolved and v.source is not None and v.source not in settle_at
+            if v.source is not None and v.source not in settle_at and _is_torn(v)
         }
         if not torn:
             break
@@ -217,6 +217,11 @@ def _propagate(ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str)
     raise_batch(ShardingError, shown, f"lowering {name}")
     ctx.choices.extend(p.choices)
     return p, outs
+
+
+def _is_torn(v: Value) -> bool:
+    """Whether a pending sum goes on over an axis for one reader and is added up over it for another."""
+    return v.layout is not None and any(v.passed & (set(v.layout.pending) - set(lay.pending)) for lay in v.resolved)
 
 
 def _type(node: fx.Node) -> TensorType:

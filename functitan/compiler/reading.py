@@ -97,8 +97,7 @@ class Reader:
         # Backward gathers a stored parameter anew instead of holding the gathered one since forward.
         again = bool(v.layout is not None and v.layout.active and origin.backward)
         if v.layout is not None and v.layout.pending:
-            if set(layout.pending) & set(v.layout.pending):
-                v.passed = True
+            v.passed |= set(layout.pending) & set(v.layout.pending)
             if set(v.layout.pending) - set(layout.pending):
                 v.resolved.append(layout)
         for (have, late), node in v.versions.items():

@@ -28,7 +28,7 @@ class Value:
         preferred: the layout that a value without one takes where nothing asks for another.
         source: the global node, for the decision where a pending sum is resolved.
         param: the path of the parameter that this is, or is a cast or slice of.
-        passed: whether some reader took a pending sum as it is.
+        passed: the axes over which some reader took a pending sum as it is.
         resolved: the layouts in which readers needed it settled.
         zero: whether it is known to be all zeros.
     """
@@ -42,7 +42,7 @@ class Value:
     preferred: Layout | None = None
     source: fx.Node | None = None
     param: str = ""
-    passed: bool = False
+    passed: set[str] = field(default_factory=set)
     resolved: list[Layout] = field(default_factory=list)
     zero: bool = False
 

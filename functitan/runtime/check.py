@@ -1,4 +1,4 @@
-"""``ft.check``: one device against a simulated mesh, in float64.
+"""``ft.check``: one device against a mesh, in float64.
 
 Three comparisons, each a relative difference max|a - b| / max|b| per leaf:
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,8 +30,10 @@ from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, trace
 from functitan.compiler.verify import Verification
 from functitan.compiler.verify import verify as verify_layouts
+from functitan.errors import ArgumentError
 from functitan.runtime.lockstep import Lockstep
-from functitan.sharding.array import Array, assemble, local_part
+from functitan.runtime.on_globals import run_on_globals
+from functitan.sharding.array import Array, assemble
 from functitan.sharding.layout import Layout, replicated
 from functitan.sharding.logical import Rules
 from functitan.sharding.mesh import Mesh
@@ -122,23 +124,28 @@ def check(
     conflicts: str = "error",
     layouts: bool = True,
     passes: Passes = DEFAULT_PASSES,
+    backend: str = "eager",
 ) -> CheckReport:
-    """Compare a function on one device with the same function on a simulated mesh, in float64.
+    """Compare a function on one device with the same function on a mesh, in float64.
 
     On one device the graph is run as it was lowered, on the mesh after the passes: they are part of what is compared.
 
     Args:
         f: a pure function of pytrees of tensors.
         args: Arrays on ``mesh``, or plain tensors (global values).
-        mesh: a simulated mesh.
+        mesh: a simulated mesh, or one of this job's processes, which all make the same call.
         rules: what logical axis names mean.
         tolerance: the largest relative difference between one device and the mesh.
         conflicts: as for ``ft.compile``.
         layouts: also verify every layout; see ``functitan.compiler.verify``.
         passes: which passes run on the mesh's Program, as for ``ft.compile``.
+        backend: how each process runs its part, "eager" or "inductor"; a simulated mesh is interpreted.
 
     Returns:
-        A report that is true when all leaves agree; print it.
+        A report that is true when all leaves agree, the same on every process; print it.
+
+    Raises:
+        ArgumentError: a mesh on which nothing runs; inductor on a simulated mesh.
 
     >>> import functitan as ft
     >>> mesh = ft.make_mesh({"data": 2}, simulate=True)
@@ -146,6 +153,13 @@ def check(
     >>> bool(check(lambda x: (x * x).sum(), (x,), mesh))
     True
     """
+    if mesh.kind == "abstract":
+        raise ArgumentError(f"a check runs, and nothing runs on {mesh}. Use a mesh of ft.make_mesh.")
+    if backend == "inductor" and mesh.kind == "simulated":
+        raise ArgumentError(
+            f'backend="inductor" compiles what one process runs, and {mesh} is interpreted. Use a mesh of as many '
+            'processes (functitan check --nproc), or backend="eager".'
+        )
     leaves = tree.leaves(tuple(args))
     given_layouts = [x.layout if isinstance(x, Array) else replicated(tuple(x.shape)) for x in leaves]
     whole = [x.full() if isinstance(x, Array) else x.detach() for x in leaves]
@@ -159,13 +173,13 @@ def check(
 
     once = expose(traced, given=False)
     one = _program(once.traced, plain, single, rules, conflicts)
-    rows += _plain_rows(f, args, whole, once, _run(one, whole))
+    rows += _plain_rows(f, args, whole, once, run_on_globals(one, whole))
 
     wide = to_float64(traced)
     values = [_wide(w) for w in whole]
     reference = expose(wide, given=False)
     n = traced.out_tree.num_leaves
-    first_run = _run(_program(reference.traced, plain, single, rules, conflicts), values)
+    first_run = run_on_globals(_program(reference.traced, plain, single, rules, conflicts), values)
     gradients = first_run[n:]
 
     given = expose(wide, given=True)
@@ -174,9 +188,9 @@ def check(
         for p, g in zip(given.params, gradients, strict=True)
     ]
     after = _program(given.traced, plain + [replicated(tuple(g.shape)) for g in gradients], single, rules, conflicts)
-    expected = _run(after, values + gradients)
+    expected = run_on_globals(after, values + gradients)
     sharded = _program(given.traced, [*given_layouts, *more], mesh, rules, conflicts, passes)
-    found = _run(sharded, values + gradients)
+    found = run_on_globals(sharded, values + gradients, backend=backend)
     paths = [*sharded.outputs[:n], *(_gradient_path(traced, p) for p in given.params)]
     paths = [p.removeprefix("0/") for p in paths]
     kinds = ["update" if a else "output" for a in given.after] + ["gradient"] * len(gradients)
@@ -224,15 +238,6 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 def _gradient_path(traced: Traced, place: int | None) -> str:
     return f"gradient of {traced.inputs[place]}" if place is not None else "gradient"
-
-
-def _run(program: Program, values: Sequence[torch.Tensor], observe: Any = None) -> list[torch.Tensor]:
-    """Global outputs for global inputs."""
-    mesh = program.mesh
-    places = list(mesh.coordinates())
-    columns = [[local_part(v, lay, c, mesh) for c in places] for v, lay in zip(values, program.in_layouts, strict=True)]
-    outs = Lockstep(mesh, program.bodies, observe).graph("step", program.graph, columns)
-    return [assemble(parts, lay, mesh) for parts, lay in zip(outs, program.out_layouts, strict=True)]
 
 
 # --- the function as it is -------------------------------------------------------------------------------------
@@ -330,6 +335,7 @@ def _plain_row(path: str, a: torch.Tensor, b: torch.Tensor) -> Row:
 
 def _first_difference(one: Program, many: Program, values: Sequence[torch.Tensor], tolerance: float) -> str:
     """Run both again and compare every node's value; the first that differs, with its line."""
+    interpreted = replace(many, mesh=Mesh(many.mesh.axes, "simulated"))
     known: dict[Any, torch.Tensor] = {}
     counts: dict[Any, int] = {}
 
@@ -360,7 +366,11 @@ def _first_difference(one: Program, many: Program, values: Sequence[torch.Tensor
                 f"with layout {node.meta['layout']}"
             )
 
-    _run(one, values, remember)
+    run_on_globals(one, values, observe=remember)
     counts.clear()
-    _run(many, values, compare)
-    return found[0] if found else "no single node differs alone; the outputs do"
+    run_on_globals(interpreted, values, observe=compare)
+    if found:
+        return found[0]
+    if many.mesh.kind == "process":
+        return "none when all ranks are interpreted in one process: the backend or the collectives differ"
+    return "no single node differs alone; the outputs do"

@@ -19,7 +19,15 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class LaunchError(FunctitanError):
-    """A process of a launched job failed; the message is that process's."""
+    """A process of a launched job failed; the message is that process's.
+
+    Attributes:
+        code: its exit code.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def launch(processes: int, arguments: Sequence[str]) -> None:
@@ -57,7 +65,7 @@ def launch(processes: int, arguments: Sequence[str]) -> None:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise LaunchError(_text(rank, failure)) from None
+        raise LaunchError(_text(rank, failure), failure.exitcode) from None
     finally:
         os.environ.pop(LAUNCHED, None)
 

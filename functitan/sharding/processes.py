@@ -42,6 +42,12 @@ def start() -> None:
     atexit.register(_stop)
 
 
+def wait_for_all() -> None:
+    """Wait until every process of the job is here."""
+    if dist.is_initialized() and world() > 1:
+        dist.barrier()
+
+
 def _stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

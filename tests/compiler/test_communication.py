@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 
 import pytest
 
@@ -133,6 +134,50 @@ def test_a_split_vocabulary_is_nowhere_whole() -> None:
     shapes = {tuple(n.meta["val"].shape) for n in program.graph.nodes if hasattr(n.meta.get("val"), "shape")}
     assert any(shape[-1:] == (96 // 4,) for shape in shapes)
     assert not [shape for shape in shapes if len(shape) == 3 and shape[-1] == 96]
+
+
+PRODUCTS = [
+    pytest.param(dict(fsdp=2, tensor=2), True, id="FSDP x TP+SP"),
+    pytest.param(dict(fsdp=2, tensor=2), False, id="FSDP x TP"),
+    pytest.param(dict(fsdp=4, tensor=2), True, id="wide FSDP x TP+SP"),
+    pytest.param(dict(data=2, tensor=2), True, id="DDP x TP+SP"),
+    pytest.param(dict(data=2, tensor=2), False, id="DDP x TP"),
+    pytest.param(dict(data=2, fsdp=2, tensor=2), True, id="HSDP x TP+SP"),
+    pytest.param(dict(data=2, fsdp=2, tensor=2), False, id="HSDP x TP"),
+]
+
+
+@pytest.mark.parametrize(("axes", "sequence_sharding"), PRODUCTS)
+def test_products(axes: dict[str, int], sequence_sharding: bool) -> None:
+    """Each axis sends what it would alone, on the parts that the others leave; the loss is over a split vocabulary."""
+    s = setup(axes, layers=LAYERS, sequence_sharding=sequence_sharding)
+    data, fsdp, tensor = (axes.get(a, 1) for a in ("data", "fsdp", "tensor"))
+    batch_axes = "+".join(a for a in ("data", "fsdp") if axes.get(a, 1) > 1)
+    want = scalars(batch_axes, data * fsdp)
+    for path, nbytes in param_bytes(s).items():
+        norm = "norm" in path
+        part = nbytes if norm else nbytes // tensor  # what compute reads: a norm's scale is whole over "tensor"
+        if fsdp > 1:
+            uses = 1 if path == "tok_embeddings" else 2
+            want[("all_gather", "fsdp", path, gather(part, fsdp))] += uses * times(path)
+            want[("reduce_scatter", "fsdp", path, gather(part, fsdp))] += times(path)
+        # Over a split sequence, a norm's scale meets other rows on each rank of "tensor" as well.
+        adding = {"data": data} | ({"tensor": tensor} if norm and sequence_sharding else {})
+        ways = prod(adding.values())
+        if ways > 1:
+            over = "+".join(a for a, n in adding.items() if n > 1)
+            want[("all_reduce", over, path, all_reduce(part / fsdp, ways))] += times(path)
+    stream, rows = B * S * s.config.dim * F32 // (data * fsdp), B * S * F32 // (data * fsdp)
+    moves = 2 * (2 * LAYERS + 1)  # two per layer, and embedding and head one each, forward and backward
+    if sequence_sharding:
+        want[("all_gather", "tensor", "", gather(stream, tensor))] += moves
+        want[("reduce_scatter", "tensor", "", gather(stream, tensor))] += moves
+    else:
+        want[("all_reduce", "tensor", "", all_reduce(stream, tensor))] += moves
+    want[("all_reduce", "tensor", "", all_reduce(rows, tensor))] += 3  # the loss-parallel head
+    norm_axes = [a for a in ("fsdp", "tensor") if axes.get(a, 1) > 1]
+    want[("all_reduce", "+".join(norm_axes), "", all_reduce(8, prod(axes[a] for a in norm_axes)))] += 1  # the clip norm
+    assert sent(s) == want
 
 
 def test_size_one_axes_send_nothing() -> None:

@@ -125,6 +125,13 @@ def test_a_batch_that_the_mesh_cannot_split(debug):
         with_mesh(debug, {"fsdp": 3})
 
 
+def test_a_batch_that_microbatches_cannot_split(debug):
+    with pytest.raises(ConfigError, match=r"data\.batch=8 is not divisible by run\.microbatches=3\. .*multiple of 3"):
+        override(debug, ["run.microbatches=3"])
+    with pytest.raises(ConfigError, match=r"run\.microbatches=4 times the 4 parts .*multiple of 16"):
+        override(with_mesh(debug, {"fsdp": 4}), ["run.microbatches=4"])
+
+
 def test_recipe_not_found():
     with pytest.raises(ConfigError, match=r'no recipe "llama3-debg"(.|\n)*Did you mean "llama3-debug"'):
         load_recipe("llama3-debg")

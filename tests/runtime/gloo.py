@@ -20,7 +20,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_ranks(n: int, module: str, *arguments: str, limit: float = 60.0) -> list[str]:
+def run_ranks(n: int, module: str, *arguments: str, limit: float = 240.0) -> list[str]:
     """Run ``python -m MODULE ARGUMENTS`` as ranks 0 to n - 1; their outputs in rank order.
 
     All are ended when one fails or the limit is over; that is an AssertionError with the output of the one that failed.

@@ -17,17 +17,22 @@ from tests.runtime.gloo import run_ranks
 @pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "data=2"])
 def test_two_processes_equal_the_simulated_mesh_bit_for_bit(mesh: str) -> None:
     """With two addends a sum has one order, so the bits are equal too."""
-    run_ranks(2, "tests.runtime.ranks_llama", mesh, "float32", "0")
+    run_ranks(2, "tests.runtime.ranks_llama", mesh, "float32", "0", "1")
+
+
+@pytest.mark.parametrize("pending", [[], ["fsdp"]], ids=["sharded", "pending"])
+def test_microbatches_on_two_processes(pending: list[str]) -> None:
+    run_ranks(2, "tests.runtime.ranks_llama", "fsdp=2", "float32", "0", "2", *pending)
 
 
 def test_four_processes_equal_the_simulated_mesh() -> None:
     """Gloo adds up four parts in another order."""
-    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=4", "float64", "1e-12")
+    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=4", "float64", "1e-12", "1")
 
 
 def test_two_axes_of_two() -> None:
     """Every sum is over two ranks, over one axis after the other."""
-    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=2,tensor=2", "float64", "1e-12")
+    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=2,tensor=2", "float64", "1e-12", "1")
 
 
 def _functitan(*arguments: str, folder: Path) -> subprocess.Popen[str]:

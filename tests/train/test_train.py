@@ -172,6 +172,10 @@ def test_initial_weights_depend_on_the_seed_and_the_path_only(recipe, corpus):
 def test_run_settings_are_checked(recipe):
     with pytest.raises(FunctitanError, match=r"run\.steps=0"):
         override(recipe, ["run.steps=0"])
+    with pytest.raises(FunctitanError, match=r"run\.microbatches=0"):
+        override(recipe, ["run.microbatches=0"])
+    with pytest.raises(FunctitanError, match=r"pending_gradients=data .*run\.microbatches is 1"):
+        override(recipe, ["run.pending_gradients=data"])
 
 
 @pytest.mark.parametrize("mesh", [[], ["mesh.fsdp=2", "simulate=true"]], ids=["one device", "mesh"])
@@ -224,3 +228,25 @@ def test_a_run_that_is_told_to_raise_ends_with_the_parameters_before_the_bad_ste
     assert all(torch.equal(a, b) for a, b in zip(tree.leaves(saved), tree.leaves(states[1].params), strict=True))
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["skipped"]) for row in rows] == [(1, 0), (4, 3)]
+
+
+@pytest.mark.parametrize("mesh", [{}, {"data": 2}], ids=["one device", "data=2"])
+def test_microbatches_change_nothing_but_memory(recipe, corpus, mesh):
+    """Metrics and parameters after a step, rows with unequal numbers of labels; pending on a mesh."""
+    at_once = override(recipe, ["optim.warmup=0"]).replace(mesh=mesh, simulate=True)
+    split = override(at_once, ["run.microbatches=2", "run.pending_gradients=data"])
+    found = []
+    for chosen in (at_once, split):
+        task = chosen.task(corpus)
+        steps = build_steps(task)
+        batch = task.source.batch(0)
+        batch["labels"] = torch.where(torch.arange(16) < torch.tensor([[1], [16], [7], [0]]), batch["labels"], -100)
+        state, metrics = steps.train(steps.init(), batch)
+        found.append((steps.whole(state.params), {k: float(v) for k, v in metrics.items()}))
+    (params, metrics), (other_params, other) = found
+    assert metrics["labels"] == other["labels"] == 24
+    assert other["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+    assert other["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    # AdamW's first step is the gradient's sign, so the last bits of a gradient near zero may turn it.
+    for a, b in zip(tree.leaves(params), tree.leaves(other_params), strict=True):
+        assert ((a - b).abs() <= 1e-3 * recipe.optim.lr).float().mean() > 0.99
