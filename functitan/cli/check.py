@@ -79,7 +79,7 @@ def _refuse_mesh(recipe: Recipe, nproc: int | None) -> None:
 
     text = ",".join(f"{a}={n}" for a, n in recipe.mesh.items())
     size = math.prod(recipe.mesh.values())
-    if nproc is not None and nproc != size:
+    if nproc and nproc != size:  # 0 is refused where processes start
         raise ConfigError(
             f"--nproc {nproc} is one process per rank, and the mesh {text} has {size}; write --nproc {size}."
         )
