@@ -31,6 +31,8 @@ ONE = "functitan:one"
 SPLIT = torch.ops.spmd_types.replicate_to_varying.default
 PLACE = torch.ops.spmd_types.varying_to_partial.default
 FIRST = torch.ops.spmd_types.replicate_to_partial.default
+#: What reads the dtype options of a call, in each module of collectives.
+_OPTIONS = "_process_dtype_options"
 
 
 class _Dist:
@@ -172,7 +174,8 @@ def groups(axes: Axes | None, reduce_dtype: torch.dtype = torch.float32) -> Iter
     if axes is not None:
         names[ONE] = MeshAxis.of(1, 1)  # collectives name their group again, and in backward
     made = {name: _torch.placeholder_group(n) for name, n in {**sizes, ONE: 1}.items()}
-    known, reduce, options = dict(_mesh_axis._mesh_axis_names), _collectives._AllReduce, _collectives._process_dtype_options
+    known, reduce = dict(_mesh_axis._mesh_axis_names), _collectives._AllReduce
+    options = getattr(_collectives, _OPTIONS)
     for name, group in made.items():  # torch keeps only a weak reference
         _torch.register_group(name, group)
     set_dist(_Dist(sizes))
@@ -182,13 +185,15 @@ def groups(axes: Axes | None, reduce_dtype: torch.dtype = torch.float32) -> Iter
     _mesh_axis._mesh_axis_names.clear()
     _mesh_axis._mesh_axis_names.update({names[a]: {a} for a in sizes})
     _collectives._AllReduce = _Contiguous(reduce)  # type: ignore[misc, assignment]
-    _collectives._process_dtype_options = _local._process_dtype_options = _reduced_in(reduce_dtype, options)
+    for module in (_collectives, _local):
+        setattr(module, _OPTIONS, _reduced_in(reduce_dtype, options))
     try:
         with _torch.quiet_warnings():
             yield
     finally:
         _collectives._AllReduce = reduce  # type: ignore[misc]
-        _collectives._process_dtype_options = _local._process_dtype_options = options
+        for module in (_collectives, _local):
+            setattr(module, _OPTIONS, options)
         _mesh_axis._mesh_axis_names.clear()
         _mesh_axis._mesh_axis_names.update(known)
         _state._pop_mesh()
