@@ -6,15 +6,17 @@ three.
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from functitan import tree
+from functitan.checkpoint.averages import absent_averages, started_averages, started_text
 from functitan.checkpoint.load import read_tensors
 from functitan.checkpoint.save import save_params
-from functitan.errors import ConfigError, raise_batch, suggest
+from functitan.errors import ConfigError, listed, raise_batch, suggest
 from functitan.sharding import processes
 from functitan.sharding.array import Array, put
 
@@ -37,12 +39,15 @@ def save_state(path: str | Path, state: Any) -> None:
         save_params(path, whole)
 
 
-def load_state(path: str | Path, like: Any) -> Any:
+def load_state(path: str | Path, like: Any, *, start_ema: str | None = None) -> Any:
     """Read a state into the structure and layouts of another, such as what ``init`` made for this mesh.
 
     Args:
         path: a file that :func:`save_state` wrote.
         like: a pytree of tensors and Arrays that hold values, which are not read.
+        start_ema: where the parameters are in the state, such as "params". An average of
+            :func:`functitan.optim.with_ema` that the file lacks, because it was written without one, then begins as
+            these, and a warning says so. By default it is missing like any other leaf.
 
     Returns:
         The structure of ``like``: Arrays in the layouts of its Arrays, tensors on the devices of its tensors.
@@ -61,17 +66,34 @@ def load_state(path: str | Path, like: Any) -> Any:
     """
     found = read_tensors(Path(path))
     rows, treedef = tree.flatten_with_paths(like)
-    problems = []
+    absent = absent_averages(like, found)
+    started = {} if start_ema is None else started_averages([name for name, _ in rows], absent, start_ema)
+    values, wanted, problems = [], set(), []
     for name, leaf in rows:
-        x = found.get(name)
+        source, begins = started.get(name, (name, False))
+        wanted.add(source)
+        x = found.get(source)
+        if begins and source == name:
+            values.append(leaf)
+            continue
+        shown = name if source == name else f"{name}, from {source},"
         if x is None:
-            problems.append(f"{name} is missing; the file has {len(found)} leaves.{suggest(name, found)}")
-        elif x.shape != leaf.shape or x.dtype != leaf.dtype:
-            problems.append(f"{name} is {_shown(x)} in the file, and {_shown(leaf)} was asked for.")
-    wanted = {name for name, _ in rows}
+            problems.append(f"{shown} is missing; the file has {len(found)} leaves.{suggest(source, found)}")
+        elif x.shape != leaf.shape or (x.dtype != leaf.dtype and not begins):
+            problems.append(f"{shown} is {_shown(x)} in the file, and {_shown(leaf)} was asked for.")
+        else:
+            # A copy where an average begins: donated leaves must not share storage.
+            values.append(_as(x.to(leaf.dtype, copy=True) if begins else x, leaf))
     problems += [f"{name} is in the file, and was not asked for." for name in found if name not in wanted]
+    if problems and absent and start_ema is None:
+        problems.append(
+            f"the file was written without the average of with_ema at {listed(p or 'the root' for p in absent)}. Write "
+            'start_ema="params", the place of the parameters in the state, to begin it as these.'
+        )
     raise_batch(ConfigError, problems, f"{path}")
-    return tree.unflatten(treedef, [_as(found[name], leaf) for name, leaf in rows])
+    if started:
+        warnings.warn(started_text(path, started), stacklevel=2)
+    return tree.unflatten(treedef, values)
 
 
 def _shown(x: Any) -> str:

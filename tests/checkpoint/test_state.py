@@ -1,5 +1,7 @@
 """A state to a file and back, onto another mesh: every dtype, every bit, and the steps that follow."""
 
+import warnings
+
 import pytest
 import torch
 from spmd_types.types import PartitionSpec as P
@@ -151,3 +153,46 @@ def test_nothing_is_cast_left_out_or_kept_and_all_of_it_is_said_at_once(tmp_path
         "opt/mu/norm is in the file, and was not asked for.",
     ):
         assert expected in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_average_that_the_file_lacks_begins_as_its_parameters_when_asked(dtype, ranks, tmp_path):
+    """A guarded AdamW goes on with an average around it; everything else is loaded, and what began is said."""
+    adamw, grads = optim.adamw(0.01), _trees(4, getattr(torch, dtype))[1:]
+    plain = Run(optim.skip_nonfinite(adamw, 1.0), ranks, getattr(torch, dtype))
+    before = plain.steps(grads[:2], plain.fresh)
+    save_state(tmp_path / "state", {"params": before[0], "opt": before[1]})
+    run = Run(optim.skip_nonfinite(optim.with_ema(adamw, 0.5), 1.0), ranks, getattr(torch, dtype))
+    like = {"params": run.fresh[0], "opt": run.fresh[1]}
+    with pytest.raises(ConfigError) as error:
+        load_state(tmp_path / "state", like)
+    assert "opt/inner/average/w is missing" in str(error.value)
+    assert 'without the average of with_ema at opt/inner. Write start_ema="params"' in str(error.value)
+    with pytest.warns(UserWarning, match="3 of its leaves, opt/inner/average/layers to opt/inner/average/w, begin as"):
+        loaded = load_state(tmp_path / "state", like, start_ema="params")
+    assert tree.structure(loaded) == tree.structure(like) and _types(loaded) == _types(like)
+    state = loaded["opt"].inner
+    assert float(state.decay) == 0.5
+    assert _bits((loaded["params"], state.inner)) == _bits((before[0], before[1].inner))
+    widened = tree.map(lambda x: (x.full() if isinstance(x, ft.Array) else x).float(), before[0])
+    assert _bits(state.average) == _bits(widened)
+    after, expected = run.steps(grads[2:], (loaded["params"], loaded["opt"])), plain.steps(grads[2:], before)
+    assert _bits((after[0], after[1].inner.inner)) == _bits((expected[0], expected[1].inner))
+    full = lambda t: tree.map(lambda x: x.full() if isinstance(x, ft.Array) else x, t)  # noqa: E731
+    for a, old, new in zip(*map(tree.leaves, map(full, (after[1].inner.average, before[0], after[0]))), strict=True):
+        torch.testing.assert_close(a, 0.5 * old.float() + 0.5 * new.float(), rtol=1e-6, atol=1e-7)
+
+
+def test_an_average_in_the_file_is_loaded_and_one_with_other_parameters_is_refused(tmp_path):
+    params = _trees(1)[0]
+    rule = optim.with_ema(optim.sgd(0.1), 0.5)
+    _, state = rule.update(params, rule.init(params), params)
+    save_state(tmp_path / "state", {"params": params, "opt": state})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = load_state(tmp_path / "state", {"params": params, "opt": rule.init(params)}, start_ema="params")
+    assert _bits(loaded["opt"]) == _bits(state)
+    save_state(tmp_path / "plain", {"params": params, "opt": state.inner})
+    with pytest.raises(ConfigError, match=r"opt/average/w, from weights/w, is missing"):
+        load_state(tmp_path / "plain", {"params": params, "opt": state}, start_ema="weights")
