@@ -37,6 +37,20 @@ def test_sharding_experiment():
     assert float(out.rsplit(" ", 1)[1]) < 1e-5
 
 
+def test_compare_optimizers(tmp_path):
+    small = ["model.dim=16", "model.layers=2", "model.heads=2", "model.mlp_dim=32", "data.batch=4", "data.seq=8"]
+    small += ["data.validation_batches=1", "model.vocab=260"]
+    words = ["--steps", "2", "--rates", "1e-3", "--runs", str(tmp_path), *(w for s in small for w in ("--set", s))]
+    for _ in range(2):  # the second time, the runs are read
+        out = run("compare_optimizers.py", *words)
+    assert re.fullmatch(
+        r"\nrule   rate     first loss  last loss  held out\n"
+        r"AdamW  0.001 +\d\.\d{4} +\d\.\d{4} +\d\.\d{4}  chosen\n"
+        r"Muon   0.001 +\d\.\d{4} +\d\.\d{4} +\d\.\d{4}  chosen\n",
+        out,
+    )
+
+
 def test_triton_kernel():
     pytest.importorskip("triton")
     out = run("triton_kernel.py")

@@ -154,11 +154,11 @@ def with_low_bit_state(
         placed = {f: _placed(getattr(state, f), params) for f in chosen(state)}
         return stored(state.replace(**placed), params)
 
-    def update(grads: PyTree, state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        updates, new = rule.update(grads, computed(state), params)
+    def update(grads: PyTree, state: PyTree, params: PyTree, **extra: PyTree) -> tuple[PyTree, PyTree]:
+        updates, new = rule.update(grads, computed(state), params, **extra)
         return updates, stored(new, params)
 
-    return GradientTransformation(init, update, rule.decay_rates)
+    return GradientTransformation(init, update, rule.decay_rates, rule.extra)
 
 
 def state_bytes(state: PyTree) -> int:
