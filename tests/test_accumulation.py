@@ -37,6 +37,20 @@ def test_equal_to_one_big_batch(n):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_the_largest_of_a_third_result_is_kept(n):
+    params, batch = arguments()
+
+    def measured(params, batch):
+        return *loss(params, batch), {"x": batch["x"].amax((0, 1))}
+
+    (total, count, largest), gradient = ft.accumulate_grads(measured, n)(params, batch)
+    (want, labels), same = ft.accumulate_grads(loss, n)(params, batch)
+    assert torch.equal(total, want) and torch.equal(count, labels)
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(gradient), tree.leaves(same), strict=True))
+    assert torch.equal(largest["x"], batch["x"].amax((0, 1)))
+
+
 def test_every_row_is_in_one_microbatch():
     seen = []
 

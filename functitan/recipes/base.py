@@ -251,11 +251,6 @@ class Recipe:
             )
 
         measure = self.family.loss_and_max_logits
-        if self.optim.qk_clip is not None and self.run.microbatches > 1:
-            raise ConfigError(
-                f"recipe {self.name}: optim.qk_clip={self.optim.qk_clip} reads the largest attention logits of a step, which "
-                f"run.microbatches={self.run.microbatches} does not keep. Set optim.qk_clip=none or run.microbatches=1."
-            )
         if self.optim.qk_clip is not None and measure is None:
             raise ConfigError(
                 f"recipe {self.name}: optim.qk_clip={self.optim.qk_clip} reads the largest attention logits, and this "

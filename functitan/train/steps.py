@@ -80,10 +80,11 @@ def make_train_step(task: Task) -> Callable[[TrainState, Batch], tuple[TrainStat
         n = task.run.microbatches
         if n == 1:
             return value_and_grad(loss_fn, has_aux=True)(params, batch)
-        sums = accumulate_grads(task.loss, n, pending=task.run.pending_gradients)
-        (total, count), grads = sums(params, batch)
+        # Extra values are maxima over the batch, as those of attention logits are.
+        sums = accumulate_grads(task.loss_and_extra, n, pending=task.run.pending_gradients)
+        (total, count, extra), grads = sums(params, batch)
         divisor = count.clamp(min=1)
-        return (total / divisor, (count, {})), tree.map(lambda g: g / divisor, grads)
+        return (total / divisor, (count, extra)), tree.map(lambda g: g / divisor, grads)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         (loss, (count, extra)), grads = loss_and_grads(state.params, batch)

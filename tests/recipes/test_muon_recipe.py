@@ -13,7 +13,7 @@ from functitan.cli.main import main
 from functitan.data import load_corpus
 from functitan.errors import ConfigError, ShardingError
 from functitan.recipes import load_recipe, override
-from functitan.train import Progress, train
+from functitan.train import Progress, build_steps, train
 from functitan.train.abstract import lower_step
 
 TINY = [
@@ -143,6 +143,18 @@ def test_logits_are_measured_only_where_they_are_clipped(recipe):
     off, on = (override(recipe, ["mesh.fsdp=2", f"optim.qk_clip={tau}"]) for tau in ("none", "100"))
     assert "attention_max_logits" not in lower_step(off.textless_task()).text()
     assert lower_step(on.textless_task()).text().count("functitan.attention_max_logits") == 1
+
+
+@pytest.mark.parametrize("mesh", [[], ["mesh.fsdp=2", "simulate=true"]], ids=["one device", "mesh"])
+def test_microbatches_keep_the_largest_logits_of_the_batch(recipe, corpus, mesh):
+    found = []
+    for i, n in enumerate((1, 2)):
+        settings = ["optim.qk_clip=0.01", f"run.microbatches={n}", "run.steps=1", f"run.dir={recipe.run.dir}-{i}"]
+        task = override(recipe, [*settings, *mesh]).task(corpus)
+        steps = build_steps(task)
+        _, metrics = steps.train(steps.init(), task.source.batch(0))
+        found.append({k: float(metrics[k]) for k in ("loss", "max_logit", "grad_norm")})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_family_that_does_not_measure_logits_is_told(recipe):

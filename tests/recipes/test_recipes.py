@@ -132,11 +132,6 @@ def test_a_batch_that_microbatches_cannot_split(debug):
         override(with_mesh(debug, {"fsdp": 4}), ["run.microbatches=4"])
 
 
-def test_microbatches_keep_no_attention_logits(debug):
-    with pytest.raises(ConfigError, match=r"optim\.qk_clip=100\.0 reads .*run\.microbatches=2"):
-        override(debug, ["optim.qk_clip=100", "run.microbatches=2"]).textless_task()
-
-
 def test_recipe_not_found():
     with pytest.raises(ConfigError, match=r'no recipe "llama3-debg"(.|\n)*Did you mean "llama3-debug"'):
         load_recipe("llama3-debg")
