@@ -66,9 +66,7 @@ def stored(name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
     if name.startswith("experts/"):
         return P(None, "expert", "fsdp", None)
     dim = next(d for d in (-2, -1) if shape[d] % mesh.size == 0)
-    entries: list[object] = [None] * len(shape)
-    entries[dim] = ("expert", "fsdp")
-    return P(*entries)
+    return P(*[("expert", "fsdp") if d - len(shape) == dim else None for d in range(len(shape))])
 
 
 def lowered(rule: ft.optim.GradientTransformation, shapes: Shapes, mesh: Mesh) -> Program:

@@ -268,7 +268,17 @@ def lower_body(
 
 
 def traced_decomposition(p: Propagator, node: fx.Node, decompose: Decompose) -> tuple[fx.Graph, bool]:
-    """Trace a decomposition on global fakes of a node's operands; its nodes take the node's line."""
+    """Trace a decomposition on global fakes of a node's operands; its nodes take the node's line.
+
+    Once for a node: rounds of a walk settle pending sums by node, those inside included.
+    """
+    key = (node, decompose.key)
+    if key not in p.ctx.decomposed:
+        p.ctx.decomposed[key] = _trace_decomposition(p, node, decompose)
+    return p.ctx.decomposed[key]
+
+
+def _trace_decomposition(p: Propagator, node: fx.Node, decompose: Decompose) -> tuple[fx.Graph, bool]:
     found: list[fx.Node] = []
     nodes.mapped(node, found.append)
     fakes = [torch.empty(v.type.shape, dtype=v.type.dtype, device="meta") for v in (p.env[n] for n in found)]

@@ -14,17 +14,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from spmd_types.types import PartitionSpec
 from torch import fx
 
 from functitan.compiler import markers, nodes
 from functitan.compiler.emit import Emitter, Origin
+from functitan.compiler.gram import in_gram_form, split_over
 from functitan.compiler.owned import Exchange, Orthogonalize, Pack, Unpack
 from functitan.compiler.reshard import Move
 from functitan.compiler.values import Applied, Value
 from functitan.errors import listed
 from functitan.ops.orthogonalize import Spread, matrix_flops, orthogonalize_op
 from functitan.sharding.layout import Layout, replicated, without
-from functitan.sharding.op_rules.base import Call, Decompose
+from functitan.sharding.op_rules.base import Call, Decompose, Operand
 from functitan.sharding.ownership import Leaf, Plan, plan
 
 if TYPE_CHECKING:
@@ -36,20 +38,45 @@ _OP = torch.ops.functitan.orthogonalize.default
 
 
 def orthogonalize(p: Propagator, node: fx.Node) -> list[Value]:
-    """Lower the op."""
+    """Lower the op: leaves in the Gram form, then the others stacked or owned."""
     spread = Spread.of(str(nodes.args(node)[4]))
-    for axis in spread.axes:
+    for axis in (*spread.axes, *spread.gram):
         p.ctx.mesh.require(axis, f"the axes {spread.axes} of an orthogonalisation")
     call, values = p.describe(node)
     axes = tuple(a for a in p.sizes if a in spread.axes)
-    if spread.layout == "auto":
-        choice, why = _stacked(spread, values, axes, p.sizes)
-        if axes:
-            line = str(node.meta.get("line") or "")
-            p.choices.append((line, f"{len(values)} leaves of matrices over {listed(axes)}: {choice}, since {why}"))
+    split, told = in_gram_form(spread, [_own(v) for v in values], call, axes, p.sizes)
+    line = str(node.meta.get("line") or "")
+    p.choices += [(line, text) for text in told]
+    out: dict[int, Value] = {}
+    if split:
+        found = p.inline(node, Decompose(lambda *a: split_over(split, spread, *a), tuple(split.items())), values)
+        out.update(zip(split, found, strict=True))
+    rest = [i for i in range(len(values)) if i not in split]
+    if rest:
+        choice, why = (spread.layout, "") if spread.layout != "auto" else _stacked(spread, values, rest, axes, p.sizes)
+        if why and axes:
+            p.choices.append((line, f"{len(rest)} leaves of matrices over {listed(axes)}: {choice}, since {why}"))
         if choice == "stacked":
-            return p.inline(node, Decompose(lambda *a: _spread_over(axes, spread, *a)), values)
-    own = [(v.layout or v.preferred or replicated(v.type.shape)).settled() for v in values]
+            found = p.inline(node, Decompose(lambda *a: _stack(axes, spread, rest, *a), tuple(rest)), values)
+        else:
+            found = _owned(p, spread.part(rest), _part(call, rest, spread), [values[i] for i in rest], axes)
+        out.update(zip(rest, found, strict=True))
+    return [out[i] for i in range(len(values))]
+
+
+def _own(v: Value) -> Layout:
+    return (v.layout or v.preferred or replicated(v.type.shape)).settled()
+
+
+def _part(call: Call, index: Sequence[int], spread: Spread) -> Call:
+    """The same call on some of its leaves."""
+    args = ([Operand(k) for k in range(len(index))], *call.args[1:4], spread.part(index).text())
+    types = tuple(call.operands[i] for i in index)
+    return Call(call.op, args, {}, types, tuple(call.outputs[i] for i in index))
+
+
+def _owned(p: Propagator, spread: Spread, call: Call, values: Sequence[Value], axes: tuple[str, ...]) -> list[Value]:
+    own = [_own(v) for v in values]
     layouts = [_entered(lay, axes, p.sizes) for lay in own]
     locals_ = [
         p.read(v, lay, f"the matrices of leaf {path} are worked on whole")
@@ -58,10 +85,8 @@ def orthogonalize(p: Propagator, node: fx.Node) -> list[Value]:
     work = _Work(call, layouts, spread, axes, p.sizes)
     outs = work.emit(p.emitter, locals_)
     outs[0].meta["applied"] = Applied(call, tuple(layouts), tuple(layouts), work.emit)
-    results = []
-    for out, lay, wanted, typ in zip(outs, layouts, own, call.outputs, strict=True):
-        results.append(p.value(typ, wanted, p.moved(out, lay, wanted, typ)))
-    return results
+    rows = zip(outs, layouts, own, call.outputs, strict=True)
+    return [p.value(typ, wanted, p.moved(out, lay, wanted, typ)) for out, lay, wanted, typ in rows]
 
 
 def _entered(layout: Layout, axes: Sequence[str], sizes: dict[str, int]) -> Layout:
@@ -224,29 +249,35 @@ class _Stage:
 # --- stacked -------------------------------------------------------------------------------------------------------
 
 
-def _stacked(spread: Spread, values: Sequence[Value], axes: Sequence[str], sizes: dict[str, int]) -> tuple[str, str]:
+def _stacked(
+    spread: Spread, values: Sequence[Value], index: Sequence[int], axes: Sequence[str], sizes: dict[str, int]
+) -> tuple[str, str]:
     """Which layout has the lower maximal load. Stacked has the mean, which nothing is below, where it can be."""
     ranks = math.prod(sizes[a] for a in axes)
-    odd = [
-        f"{path} {tuple(v.type.shape)}"
-        for path, v in zip(spread.paths, values, strict=True)
-        if len(v.type.shape) < 3 or v.type.shape[0] % ranks
-    ]
+    shapes = [(spread.paths[i], values[i].type.shape) for i in index]
+    odd = [f"{path} {tuple(shape)}" for path, shape in shapes if len(shape) < 3 or shape[0] % ranks]
     if not odd:
         return "stacked", f"the layers of every leaf divide by {ranks} ranks, so that all have the mean load"
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
     return "owned", f"{ranks} ranks do not divide the layers of {listed(odd[:3])}{more}"
 
 
-def _spread_over(
-    axes: tuple[str, ...], spread: Spread, xs: Sequence[Any], coefficients: Any, eps: float, dtype: Any, text: str
+def _stack(
+    axes: tuple[str, ...],
+    spread: Spread,
+    index: Sequence[int],
+    xs: Any,
+    coefficients: Any,
+    eps: Any,
+    dtype: Any,
+    _: str,
 ) -> list[Any]:
     """Layers spread over the axes, and back: the stacked layout, written with annotations."""
     found = []
-    for x, path, parts in zip(xs, spread.paths, spread.blocks, strict=True):
-        what = f"leaf {path} in the stacked layout"
-        spec = markers.encode_spec(markers.PartitionSpec(axes or None, *[None] * (x.ndim - 1)), None, x.ndim, what)
-        here = Spread((path,), (parts,)).text()
+    for i in index:
+        x, what = xs[i], f"leaf {spread.paths[i]} in the stacked layout"
+        spec = markers.encode_spec(PartitionSpec(axes or None, *[None] * (x.ndim - 1)), None, x.ndim, what)
+        here = Spread((spread.paths[i],), (spread.blocks[i],)).text()
         (out,) = orthogonalize_op([markers.ops.constrain(x, spec)], coefficients, eps, dtype, here)
         found.append(markers.ops.constrain_like(out, x))
     return found

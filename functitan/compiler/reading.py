@@ -31,6 +31,7 @@ class Context:
         bodies: traced bodies by key.
         lowered: lowered bodies by traced key and input layouts.
         local: localized shard_map bodies by traced key and input layouts.
+        decomposed: traced decompositions by node and key.
         choices: what was settled without being asked for: (line, sentence).
         seen_names: logical names that were asked for.
     """
@@ -43,6 +44,7 @@ class Context:
     reduce_dtype: torch.dtype = torch.float32
     lowered: dict[Any, Any] = field(default_factory=dict)
     local: dict[Any, Any] = field(default_factory=dict)
+    decomposed: dict[Any, Any] = field(default_factory=dict)
     choices: list[tuple[str, str]] = field(default_factory=list)
     seen_names: set[str] = field(default_factory=set)
 

@@ -46,7 +46,9 @@ def work_text(program: Program) -> str:
     alike = [(node, times) for _, node, times in program.calls() if node.target in _ORTHOGONALIZE]
     if alike:
         parts.append(_alike_text(alike, bool(parts)))
-    parts += [text for _, text in program.choices if "leaves of matrices over" in text]
+    told = [text for _, text in program.choices if "leaves of matrices over" in text or "the Gram form over" in text]
+    if told:
+        parts.append("\n".join(told))
     return "\n\n".join(parts) or "no rule of the optimizer orthogonalises matrices"
 
 

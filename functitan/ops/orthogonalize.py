@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,6 +30,7 @@ class Spread:
         axes: mesh axes of the ranks that share the work; empty for matrices that are worked on where they are.
         layout: "owned", or "auto" for the one of stacked and owned with the lower maximal load.
         bucket_bytes: the most that a rank sends in one exchange, unless a single matrix is more.
+        gram: axes of ``axes`` along which matrices may stay split on their long side where that costs less.
     """
 
     paths: tuple[str, ...]
@@ -37,17 +38,22 @@ class Spread:
     axes: tuple[str, ...] = ()
     layout: str = "owned"
     bucket_bytes: int = 64 << 20
+    gram: tuple[str, ...] = ()
 
     def text(self) -> str:
         """As the op takes it."""
-        return json.dumps([self.paths, self.blocks, self.axes, self.layout, self.bucket_bytes])
+        return json.dumps([self.paths, self.blocks, self.axes, self.layout, self.bucket_bytes, self.gram])
+
+    def part(self, index: Sequence[int]) -> Spread:
+        """Of some of the leaves."""
+        return replace(self, paths=tuple(self.paths[i] for i in index), blocks=tuple(self.blocks[i] for i in index))
 
     @staticmethod
     def of(text: str) -> Spread:
         """The inverse of :meth:`text`."""
-        paths, blocks, axes, layout, bucket_bytes = json.loads(text)
+        paths, blocks, axes, layout, bucket_bytes, gram = json.loads(text)
         parts = tuple(None if b is None else (b[0], tuple(b[1])) for b in blocks)
-        return Spread(tuple(paths), parts, tuple(axes), layout, bucket_bytes)
+        return Spread(tuple(paths), parts, tuple(axes), layout, bucket_bytes, tuple(gram))
 
 
 @torch.library.custom_op("functitan::orthogonalize", mutates_args=())
@@ -95,3 +101,24 @@ def matrix_flops(shape: Sequence[int], parts: Parts, steps: int) -> int:
         return newton_schulz_flops((rows, cols), steps)
     dim, sizes = parts
     return sum(newton_schulz_flops((rows, n) if dim == -1 else (n, cols), steps) for n in sizes)
+
+
+def split_newton_schulz(x: torch.Tensor, coefficients: Sequence[float], eps: float, dtype: torch.dtype) -> torch.Tensor:
+    """The iteration on matrices (..., M, C) that may be split along their long side, in torch's own ops.
+
+    Only the Gram matrix (s x s) and the norm join what ranks hold: both are sums over the long side, so a lowering adds
+    one all-reduce for each Gram matrix, and none of whole matrices. The result differs from that of the op by rounding.
+    """
+    rows, cols = x.shape[-2:]
+    wide_NMC = (x.mT if rows > cols else x).to(dtype).reshape(-1, min(rows, cols), max(rows, cols))
+    # What is small, s x s, is kept in float32 at least between a product and the next rounding, as the op does.
+    exact = torch.promote_types(dtype, torch.float32)
+    square = wide_NMC.to(exact).square().sum((-2, -1), keepdim=True)
+    wide_NMC = wide_NMC / square.sqrt().clamp(min=eps).to(dtype)
+    for i in range(0, len(coefficients), 3):
+        a, b, c = coefficients[i : i + 3]
+        gram_NMM = torch.bmm(wide_NMC, wide_NMC.mT).to(exact)
+        poly_NMM = (b * gram_NMM + c * torch.bmm(gram_NMM, gram_NMM)).to(dtype)
+        wide_NMC = (a * wide_NMC.to(exact) + torch.bmm(poly_NMM, wide_NMC).to(exact)).to(dtype)
+    out = wide_NMC.mT if rows > cols else wide_NMC
+    return out.reshape(x.shape).to(x.dtype)

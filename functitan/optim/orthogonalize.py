@@ -58,6 +58,7 @@ class Orthogonalize:
     axes: tuple[str, ...]
     wire_dtype: torch.dtype
     bucket_bytes: int = 64 << 20
+    gram: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.eps, torch.Tensor):
@@ -130,7 +131,12 @@ class Orthogonalize:
             moved.append(u.flatten(-1 - kernel).mT if kernel else u)
             blocks.append(None if own is None else (own.dim, own.parts(u.shape)))
         spread = Spread(
-            tuple(path for path, _ in rows), tuple(blocks), self.axes, self.layout or "auto", self.bucket_bytes
+            tuple(path for path, _ in rows),
+            tuple(blocks),
+            self.axes,
+            self.layout or "auto",
+            self.bucket_bytes,
+            self.gram,
         )
         found = orthogonalize_op(moved, self.schedule.flat(), self.eps, self.ns_dtype, spread.text())
         whole = [

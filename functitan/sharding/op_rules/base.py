@@ -171,9 +171,15 @@ class Factory:
 
 @dataclass(frozen=True)
 class Decompose:
-    """Use ``function`` in place of the op; it is traced on the call's global types."""
+    """Use ``function`` in place of the op; it is traced on the call's global types.
+
+    Attributes:
+        function: takes the op's arguments.
+        key: what it depends on beside the call, so that it is traced once for each.
+    """
 
     function: Callable[..., Any]
+    key: Any = None
 
 
 Rule = Equation | DimMap | Expand | Factory | Decompose
