@@ -9,6 +9,7 @@ import torch
 
 from functitan import optim
 from functitan.optim import GradientTransformation, Labels
+from functitan.optim.muon import MomentumForm
 from functitan.optim.orthogonalize import Layout, Scale
 from functitan.recipes.base import OptimConfig
 
@@ -23,7 +24,7 @@ class MuonConfig(OptimConfig):
         matrix_rule: "muon", or "normuon" for :func:`functitan.optim.normuon`, whose ``b2`` is ``neuron_b2``.
         muon_lr: Muon's peak rate. With scale "match_rms" AdamW's rates fit.
         matrices: globs for the paths of what Muon steps.
-        momentum, nesterov, muon_weight_decay, ns_schedule, scale, ns_dtype, layout, wire_dtype: see
+        momentum, nesterov, momentum_form, muon_weight_decay, ns_schedule, scale, ns_dtype, layout, wire_dtype: see
             :func:`functitan.optim.muon`.
             Without a layout it is the one of stacked and owned with the lower maximal load.
         muon_axes: the mesh axes of the ranks that share the work.
@@ -35,6 +36,7 @@ class MuonConfig(OptimConfig):
     matrices: tuple[str, ...] = ("layers/w*", "layers/gate", "layers/up", "layers/down")
     momentum: float = 0.95
     nesterov: bool = True
+    momentum_form: MomentumForm = "ema"
     muon_weight_decay: float = 0.1
     ns_schedule: Literal["quintic", "polar_express", "two_phase"] = "quintic"
     scale: Scale = "match_rms"
@@ -50,6 +52,7 @@ class MuonConfig(OptimConfig):
         settings: dict[str, Any] = dict(
             momentum=self.momentum,
             nesterov=self.nesterov,
+            momentum_form=self.momentum_form,
             weight_decay=self.muon_weight_decay,
             schedule=self.ns_schedule,
             scale=self.scale,

@@ -169,16 +169,6 @@ def test_a_mesh_gives_the_numbers_of_one_device():
             assert (found - expected).abs().max() <= 1e-10
 
 
-def test_pure():
-    rule = optim.schedule_free_adamw(0.1, weight_decay=0.1)
-    state = rule.init(PARAMS)
-    before = [t.clone() for t in tree.leaves((PARAMS, GRADS[0], state))]
-    first, second = rule.update(GRADS[0], state, PARAMS), rule.update(GRADS[0], state, PARAMS)
-    assert all(torch.equal(a, b) for a, b in zip(before, tree.leaves((PARAMS, GRADS[0], state)), strict=True))
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(first), tree.leaves(second), strict=True))
-    assert tree.structure(first[1]) == tree.structure(state)
-
-
 def test_b1_has_to_leave_a_share_of_both():
     for b1 in (0.0, 1.0):
         with pytest.raises(ArgumentError, match=rf"b1={b1}; gradients are taken between z and x"):
