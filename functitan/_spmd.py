@@ -7,6 +7,8 @@ sizes, so no default group is needed. What it asks of a rank's place is noted by
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from spmd_types import _collectives, _local, _mesh_axis, _state
 from spmd_types._checker import typecheck as _typecheck
 from spmd_types._dist import set_dist
-from spmd_types._mesh_axis import MeshAxis
+from spmd_types._mesh_axis import MeshAxis, flatten_axes
 from spmd_types._traceback import traceback_filtering
 from spmd_types._type_attr import maybe_get_axis_local_type as type_of
 
@@ -25,6 +27,8 @@ __all__ = ["ONE", "Ranked", "groups", "placed", "type_of", "typecheck"]
 c10d = torch.ops._c10d_functional
 
 Axes = Sequence[tuple[str, int]]
+#: Between the names of axes that a collective takes together, in mesh order.
+JOIN = "+"
 #: The group of every axis of size 1.
 ONE = "functitan:one"
 #: Ops of spmd_types that take a rank as a number.
@@ -45,8 +49,8 @@ class _Dist:
     ProcessGroup = torch.distributed.ProcessGroup
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
-        self._sizes = {**sizes, ONE: 1}
-        self._names = list(self._sizes)
+        self._sizes = sizes
+        self._names = list(sizes)
 
     def get_world_size(self, group: str) -> int:
         return self._sizes[group]
@@ -121,7 +125,8 @@ class Ranked(_torch.TorchDispatchMode):
 
     def __init__(self, axes: Axes | None, coordinates: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._names = [*(a for a, n in axes or () if n > 1), ONE]
+        self._names = list(_group_sizes(axes))
+        self._sizes = dict(axes or ())
         self._coordinates = coordinates
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -129,9 +134,24 @@ class Ranked(_torch.TorchDispatchMode):
             return args[0].clone()
         if func in (SPLIT, PLACE, FIRST):
             axis = self._names[args[1] if func is FIRST else args[3]]
-            index = self._coordinates.get(axis)
-            return placed(func, axis, torch.zeros((), dtype=torch.int64) if index is None else index, args)
+            return placed(func, axis, joint_index(axis, self._sizes, self._coordinates), args)
         return func(*args, **(kwargs or {}))
+
+
+def joint_index(axis: str, sizes: Mapping[str, int], coordinates: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The rank's index on an axis, or on several together, the first the major one; 0 where the size is 1."""
+    index = torch.zeros((), dtype=torch.int64)
+    for part in axis.split(JOIN):
+        if part in coordinates:
+            index = index * sizes[part] + coordinates[part]
+    return index
+
+
+def _group_sizes(axes: Axes | None) -> dict[str, int]:
+    """The size of every group by name: of single axes, of several together, and of axes of size 1."""
+    sizes = {a: n for a, n in axes or () if n > 1}
+    several = (c for k in range(2, len(sizes) + 1) for c in itertools.combinations(sizes, k))
+    return {**sizes, **{JOIN.join(c): math.prod(sizes[a] for a in c) for c in several}, ONE: 1}
 
 
 def placed(func: Any, axis: str, index: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
@@ -171,14 +191,21 @@ def groups(axes: Axes | None, reduce_dtype: torch.dtype = torch.float32) -> Iter
         names[a] = MeshAxis.of(n, stride if n > 1 else 1)
         of_axis[names[a]] = a if n > 1 else ONE
         stride *= n
+    every = [a for a, _ in axes or ()]
+    for row in (c for k in range(2, len(every) + 1) for c in itertools.combinations(every, k)):
+        live = [a for a in row if a in sizes]
+        names[JOIN.join(row)] = flatten_axes(tuple(names[a] for a in live)) if live else MeshAxis.of(1, 1)
+        if len(live) > 1:
+            of_axis[names[JOIN.join(row)]] = JOIN.join(live)
     if axes is not None:
         names[ONE] = MeshAxis.of(1, 1)  # collectives name their group again, and in backward
-    made = {name: _torch.placeholder_group(n) for name, n in {**sizes, ONE: 1}.items()}
+    group_sizes = _group_sizes(axes)
+    made = {name: _torch.placeholder_group(n) for name, n in group_sizes.items()}
     known, reduce = dict(_mesh_axis._mesh_axis_names), _collectives._AllReduce
     options = getattr(_collectives, _OPTIONS)
     for name, group in made.items():  # torch keeps only a weak reference
         _torch.register_group(name, group)
-    set_dist(_Dist(sizes))
+    set_dist(_Dist(group_sizes))
     get_rank, torch.distributed.get_rank = torch.distributed.get_rank, _no_rank
     _state._push_mesh(frozenset(names[a] for a in sizes), names, of_axis)  # type: ignore[arg-type]
     # Messages name axes by this table, which torch's groups fill with descriptions of their own.

@@ -15,6 +15,7 @@ import torch
 from spmd_types.types import P as PENDING
 from torch import fx
 
+from functitan._spmd import JOIN
 from functitan.compiler import markers, nodes, source
 from functitan.compiler.emit import Origin
 from functitan.compiler.explain import explained
@@ -155,11 +156,12 @@ def _collective(p: Propagator, body: LocalBody, node: fx.Node, args: Any, line: 
     x = p.emitter.contiguous(args[0])
     made = p.emitter.call(node.target, x, *args[1:])  # type: ignore[arg-type]
     before, after = x.meta["val"], made.meta["val"]
-    n = p.sizes[axis]
+    axes = tuple(axis.split(JOIN))
+    n = math.prod(p.sizes[a] for a in axes)
     sent = {"all_gather": after.numel() * (n - 1) / n, "all_reduce": 2 * before.numel() * (n - 1) / n}
     elements = sent.get(kind, before.numel() * (n - 1) / n)
     layouts = (replicated(before.shape), replicated(after.shape))  # local shapes: no layout is known inside a body
-    made.meta["collective"] = Move(kind, (axis,), *layouts, 0, -1, math.ceil(elements * before.dtype.itemsize))
+    made.meta["collective"] = Move(kind, axes, *layouts, 0, -1, math.ceil(elements * before.dtype.itemsize))
     return made
 
 

@@ -21,7 +21,7 @@ from functitan.sharding.layout import spec_text
 from functitan.sharding.mesh import Mesh
 from functitan.sharding.shard_map import Boundary, unnamed
 
-_UNKNOWN = re.compile(r"Axis '(\w+)' is not in the current mesh|No mesh axis named '(\w+)'")
+_UNKNOWN = re.compile(r"Axis '([\w+]+)' is not in the current mesh|No mesh axis named '([\w+]+)'")
 _WORDS: dict[Any, str] = {R: "R", I: "I", V: "V", P: "P"}
 
 
@@ -78,12 +78,7 @@ def _refused(body: LocalBody, e: Exception, mesh: Mesh, line: source.SourceLine 
     where = source.at(source.line_of(e.__traceback__) or line)
     unknown = _UNKNOWN.search(str(e))
     if unknown:
-        name = unknown[1] or unknown[2]
-        try:
-            mesh.require(name, f"a collective of the shard_map body {body.name}")
-        except ShardingError as said:
-            return f"{where}{said}"
-        return where + unnamed(body.name, name, [a for a, _ in body.axes(mesh)])
+        return where + _unknown_axis(body, unknown[1] or unknown[2], mesh)
     said = str(e).strip() or type(e).__name__
     if isinstance(e, SpmdTypeError):
         hint = (
@@ -95,6 +90,25 @@ def _refused(body: LocalBody, e: Exception, mesh: Mesh, line: source.SourceLine 
     return (
         f"{where}shard_map({body.name}): this line cannot run on local shapes: {said}. Write sizes that depend on the mesh "
         "by ft.axis_size(axis)."
+    )
+
+
+def _unknown_axis(body: LocalBody, name: str, mesh: Mesh) -> str:
+    """What is wrong with the axes that a collective names."""
+    parts, known = name.split(_spmd.JOIN), [a for a, _ in body.axes(mesh)]
+    for part in parts:
+        try:
+            mesh.require(part, f"a collective of the shard_map body {body.name}")
+        except ShardingError as said:
+            return str(said)
+        if part not in known:
+            return unnamed(body.name, part, known)
+    if len(set(parts)) < len(parts):
+        return f'the shard_map body {body.name} names an axis of "{name}" twice. Name each once.'
+    ordered = _spmd.JOIN.join(a for a in known if a in parts)
+    return (
+        f'the shard_map body {body.name} takes axes together as "{name}", and the order of the mesh is "{ordered}": parts '
+        f'are numbered major to minor. Write "{ordered}".'
     )
 
 

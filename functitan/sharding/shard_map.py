@@ -6,6 +6,7 @@ size 1 the body is the global function itself, and that is what runs on plain te
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,7 +71,8 @@ class LocalFunction:
 def shard_map(f: Callable[..., Any], *, in_specs: Any, out_specs: Any, name: str | None = None) -> Callable[..., Any]:
     """A function of global tensors from one of local tensors, as JAX's ``shard_map``.
 
-    The body calls the collectives of spmd_types with names of mesh axes and explicit types. When the function around
+    The body calls the collectives of spmd_types with names of mesh axes and explicit types; a name such as
+    ``"data+fsdp"`` takes several axes together, in the order of the mesh. When the function around
     it is compiled, the body is type-checked by spmd_types, once per mesh and shapes.
 
     Args:
@@ -157,12 +159,12 @@ class _OneDevice(torch.autograd.Function):
 
 
 def axis_index(axis: str) -> torch.Tensor:
-    """Inside a shard_map body: this rank's index on a mesh axis, as a 0-d integer."""
+    """Inside a shard_map body: this rank's index on a mesh axis, or on several ("data+fsdp"), as a 0-d integer."""
     return _body("axis_index").index(axis)
 
 
 def axis_size(axis: str) -> int:
-    """Inside a shard_map body: the size of a mesh axis."""
+    """Inside a shard_map body: the size of a mesh axis, or of several together ("data+fsdp")."""
     return _body("axis_size").size(axis)
 
 
@@ -188,15 +190,16 @@ class InBody:
         self._name, self._sizes, self._coordinates = name, sizes, coordinates
 
     def size(self, axis: str) -> int:
-        if self._sizes is not None and axis not in self._sizes:
-            raise ShardingError(unnamed(self._name, axis, list(self._sizes)))
-        return 1 if self._sizes is None else self._sizes[axis]
+        if self._sizes is None:
+            return 1
+        for part in axis.split(_spmd.JOIN):
+            if part not in self._sizes:
+                raise ShardingError(unnamed(self._name, part, list(self._sizes)))
+        return math.prod(self._sizes[part] for part in axis.split(_spmd.JOIN))
 
     def index(self, axis: str) -> torch.Tensor:
         self.size(axis)
-        if axis in self._coordinates:
-            return self._coordinates[axis]
-        return torch.zeros((), dtype=torch.int64)
+        return _spmd.joint_index(axis, self._sizes or {}, self._coordinates)
 
     def constrain(self, x: torch.Tensor, spec: Any, pending: Any, what: str = "") -> torch.Tensor:
         raise ShardingError(

@@ -66,6 +66,69 @@ def mlp_args() -> tuple[torch.Tensor, ...]:
     return randn(4, 6, seed=1), randn(6, 8, seed=2), randn(8, 6, seed=3)
 
 
+SEVERAL = [{"data": 1, "tensor": 2}, {"data": 2, "tensor": 1}, {"data": 2, "tensor": 2}, {"data": 3, "tensor": 2}]
+
+
+def over_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every collective over two axes at once."""
+    full = spmd.all_gather(x, "data+tensor", src=S(0), dst=R)
+    y = spmd.reduce_scatter(full * x.sum(), "data+tensor", src=V, dst=S(0))
+    z = spmd.all_to_all(torch.tanh(y / 100), "data+tensor", src=S(0), dst=S(1))
+    return z, spmd.all_reduce((y * y).sum(), "data+tensor", src=V, dst=I)
+
+
+@pytest.mark.parametrize("axes", SEVERAL, ids=lambda a: "x".join(map(str, a.values())))
+def test_collectives_over_several_axes_at_once(axes: dict[str, int]) -> None:
+    both = ("data", "tensor")
+    f = ft.shard_map(over_both, in_specs=P(both, None), out_specs=(P(None, both), P()))
+
+    def whole(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * x.sum()
+        return torch.tanh(y / 100), (y * y).sum()
+
+    program = agree(f, whole, (randn(6, 12, seed=1) if 3 in axes.values() else randn(4, 8, seed=1),), axes)
+    live = tuple(a for a, n in axes.items() if n > 1)
+    inside = [c for c in program.collectives() if c.why == "shard_map(over_both)"]
+    assert {c.axes for c in inside} == {live}
+    assert sorted(c.kind for c in inside if not c.backward) == [
+        "all_gather",
+        "all_reduce",
+        "all_to_all",
+        "reduce_scatter",
+    ]
+
+
+def test_the_place_of_a_rank_on_several_axes() -> None:
+    """Major to minor, in the order of the mesh; convert cuts by it."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        total = spmd.all_reduce(x.sum(), "data+tensor", src=V, dst=R)
+        part = spmd.convert(total * torch.ones(8), "data+tensor", src=R, dst=S(0))
+        return part * (1 + ft.axis_index("data+tensor")) * ft.axis_size("data+tensor")
+
+    spec = P(("data", "tensor"))
+    f = ft.shard_map(body, in_specs=spec, out_specs=spec)
+    out = ft.compile(f, mesh=mesh_of({"data": 2, "tensor": 2}))(torch.ones(8)).full()
+    assert out.tolist() == [8 * 4 * i for i in (1, 1, 2, 2, 3, 3, 4, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tensor+data", 'the order of the mesh is "data\\+tensor".*Write "data\\+tensor"'),
+        ("data+data", "names an axis of .* twice"),
+        ("data+tensr", 'unknown mesh axis "tensr".*Did you mean "tensor"'),
+    ],
+)
+def test_axes_that_cannot_be_taken_together(name: str, said: str) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return spmd.all_reduce(x.sum(), name, src=V, dst=I)
+
+    f = ft.shard_map(body, in_specs=P(("data", "tensor")), out_specs=P())
+    with pytest.raises(ft.FunctitanError, match=said):
+        ft.compile(f, mesh=mesh_of({"data": 2, "tensor": 2}))(torch.ones(8))
+
+
 @on_meshes
 def test_column_and_row_parallel(axes: dict[str, int]) -> None:
     program = agree(MLP, whole_mlp, mlp_args(), axes)
