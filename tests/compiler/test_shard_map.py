@@ -393,4 +393,9 @@ def test_specs_that_do_not_fit_the_arguments() -> None:
 
 
 def test_two_processes_equal_the_simulated_mesh_bit_for_bit() -> None:
-    run_ranks(2, "tests.runtime.ranks_shard_map")
+    run_ranks(2, "tests.runtime.ranks_shard_map", "tensor=2", "0")
+
+
+def test_four_processes_over_two_axes_at_once() -> None:
+    """Gloo adds up four parts in another order than the simulated mesh."""
+    run_ranks(4, "tests.runtime.ranks_shard_map", "data=2,tensor=2", "1e-12")

@@ -35,6 +35,12 @@ def test_two_axes_of_two() -> None:
     run_ranks(4, "tests.runtime.ranks_llama", "fsdp=2,tensor=2", "float64", "1e-12", "1")
 
 
+@pytest.mark.parametrize(("mesh", "dtype"), [("data=2,tensor=2", "float32"), ("tensor=4", "int64")])
+def test_programs_that_only_move_data_on_four_processes(mesh: str, dtype: str) -> None:
+    """Every way to lay a value over the mesh, and exchanges in bodies: the same bits."""
+    run_ranks(4, "tests.runtime.ranks_moves", mesh, dtype)
+
+
 def _functitan(*arguments: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "functitan.cli.main", *arguments],
