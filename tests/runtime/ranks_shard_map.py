@@ -61,7 +61,7 @@ def run(mesh: ft.Mesh, axis: str) -> Any:
             if view in ("transpose", "column slice"):
 
                 def copied(x: torch.Tensor, collective: Any = collective, strided: Any = strided) -> torch.Tensor:
-                    return body(x, collective, lambda x: strided(x).contiguous())  # noqa: B023
+                    return body(x, collective, lambda x: strided(x).contiguous())
 
                 g = ft.shard_map(copied, in_specs=spec, out_specs=P(), name=f"{kind}_copy")
                 found[f"{kind}, copy of {view}"] = ft.compile(ft.value_and_grad(g), mesh=mesh)(x)
