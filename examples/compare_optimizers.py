@@ -71,7 +71,7 @@ def draw(found, best, path):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2, 3e-2])
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", help="for all runs")
     parser.add_argument("--runs", type=Path, default=Path("out/compare_optimizers"), help="where the runs are kept")
     parser.add_argument("--out", type=Path, help="where to draw the curves; without it nothing is drawn")

@@ -50,6 +50,21 @@ def _table(format: str, device: torch.device, dtype: torch.dtype) -> torch.Tenso
     return torch.tensor(code_table(format == "int8"), dtype=torch.float32).to(device, dtype)
 
 
+@functools.lru_cache(maxsize=16)
+def _borders(format: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """From each number of the table to the next the least x that is not nearer to the lower one, in rounded
+    differences: (x - lower) >= (upper - lower) / 2."""
+    table = _table(format, torch.device("cpu"), dtype)
+    lower, half = table[:-1], (table[1:] - table[:-1]) * 0.5
+    near = [lower + half]
+    for _ in range(4):
+        near.insert(0, torch.nextafter(near[0], -torch.ones_like(lower)))
+        near.append(torch.nextafter(near[-1], torch.ones_like(lower)))
+    candidates = torch.stack(near)
+    first = (candidates - lower >= half).to(torch.int64).argmax(0)
+    return candidates.gather(0, first[None])[0].to(device)
+
+
 def blocks_of(columns: int, block: int) -> int:
     """How many blocks a row has."""
     return -(-columns // block)
@@ -93,12 +108,8 @@ def block_code(x: torch.Tensor, scales: torch.Tensor, block: int, format: str) -
     scaled = x / _spread(torch.where(scales == 0, 1.0, scales), x.shape[-1], block)
     if format == "float8":
         return scaled.to(_float8_of(x))
-    table = _table(format, x.device, x.dtype)
-    # The last number that is not above; the least of a signed block may be below all of them.
-    low = (torch.bucketize(scaled, table, right=True) - 1).clamp_min(0)
-    high = (low + 1).clamp_max(255)
-    nearer = scaled - table[low] >= (table[high] - table[low]) * 0.5
-    return torch.where(nearer, high, low).to(torch.uint8)
+    borders = _borders(format, x.device, x.dtype)
+    return torch.bucketize(scaled, borders, right=True, out_int32=True).to(torch.uint8)
 
 
 @block_scales.register_fake
@@ -132,7 +143,8 @@ def block_dequantize(codes: torch.Tensor, scales: torch.Tensor, block: int, form
 def _numbers(codes: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
     if format == "float8":
         return codes.to(dtype)
-    return _table(format, codes.device, dtype)[codes.to(torch.int64)]
+    table = _table(format, codes.device, dtype)
+    return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
 @block_dequantize.register_fake

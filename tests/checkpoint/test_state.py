@@ -110,6 +110,19 @@ def test_dtypes_of_moments_and_masters_survive(params, moments, ranks, tmp_path)
     assert _bits(run.steps(grads[3:], loaded)) == _bits(run.steps(grads[3:], before))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_average_goes_on_where_it_was(ranks, tmp_path):
+    """Report B29: average, raw parameters, and all that counts updates; 5 steps, resumed, and one more are 6."""
+    rule, grads = optim.with_ema(optim.adamw(0.01), 0.9), _trees(7)[1:]
+    run = Run(rule, ranks)
+    five = run.steps(grads[:5], run.fresh)
+    save_state(tmp_path / "state", five)
+    loaded = load_state(tmp_path / "state", run.fresh)
+    params, state = run.steps(grads[5:], loaded)
+    assert _bits((params, state)) == _bits(run.steps(grads, run.fresh))
+    assert _bits(state.average) != _bits(params)
+
+
 def test_a_state_is_whole_from_init_on_and_alike_on_any_number_of_ranks(tmp_path):
     """Report B25: an expert without a token in the first step, whose matrices are owned by one rank in turn."""
     gradient = _trees(1)[0]

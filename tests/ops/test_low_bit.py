@@ -48,6 +48,18 @@ def test_codes_are_the_nearest_numbers_by_the_scale_of_their_block(format, shape
     assert torch.equal(optim.dequantize(found), table.float()[found.codes.long()] * _spread(found, shape))
 
 
+@pytest.mark.parametrize("format", ["int8", "uint8"])
+def test_numbers_of_the_table_keep_their_code_and_half_way_goes_up(format):
+    table = torch.tensor(code_table(format == "int8"))
+    found = optim.quantize(table, format)
+    assert found.codes.tolist() == list(range(256)) and torch.equal(optim.dequantize(found), table)
+    lower, half = table[:-1], (table[1:] - table[:-1]) * 0.5
+    middle = lower + half
+    for x in (torch.nextafter(middle, lower), middle, torch.nextafter(middle, table[1:])):
+        codes = optim.quantize(torch.cat([x, torch.ones(1)]), format).codes[:-1]
+        assert codes.tolist() == [i + int(up) for i, up in enumerate(x - lower >= half)]
+
+
 def _spread(found, shape):
     return found.scales.repeat_interleave(found.block, -1)[..., : shape[-1]]
 

@@ -86,12 +86,13 @@ def test_muon_and_lion_take_it_too(name):
         assert same(low.update(grads, state, params), (updates, new))
 
 
-def test_stacked_muon_in_8_bits_on_ranks_is_one_device_bit_for_bit():
+@pytest.mark.parametrize("layout,ranks", [("stacked", 2), ("owned", 3)])
+def test_muon_in_8_bits_on_ranks_is_one_device_bit_for_bit(layout, ranks):
     """Momentum is decoded where it is stored; only what is orthogonalised moves."""
     shapes, specs = {"layers": (4, 24, 16)}, {"layers": P(None, "fsdp", None)}
-    mesh = ft.make_mesh({"fsdp": 2}, simulate=True)
-    rule = with_low_bit_state(optim.muon(0.01, layout="stacked", axes=("fsdp",)), "int8", block=8, min_size=0)
-    params, *grads = _trees(4, shapes)
+    mesh = ft.make_mesh({"fsdp": ranks}, simulate=True)
+    rule = with_low_bit_state(optim.muon(0.01, layout=layout, axes=("fsdp",)), "int8", block=8, min_size=0)
+    params, *grads = _trees(3, shapes)
     put = lambda values: {k: ft.device_put(x, specs[k], mesh) for k, x in values.items()}  # noqa: E731
     p, state, step = put(params), ft.compile(rule.init, mesh=mesh)(put(params)), ft.compile(_step(rule), mesh=mesh)
     q, plain = params, rule.init(params)
