@@ -78,6 +78,7 @@ def report(program: Program, memory: Memory, cost: Cost | None = None) -> dict[s
             for (kind, axes), (count, nbytes) in sent.totals().items()
         ],
         "cost": None if cost is None else cost.to_json(),
+        "plans": [plan.to_json() for plan in program.plans()],
         "inputs": values(program.inputs, program.in_layouts, program.in_types),
         "outputs": values(program.outputs, program.out_layouts, program.out_types),
         "choices": [{"line": line, "choice": text} for line, text in program.choices],

@@ -69,7 +69,7 @@ class Orthogonalize:
 
     def __call__(self, momentum: PyTree) -> PyTree:
         """The orthogonalised matrices of each leaf, laid out as the leaf is, in the dtype that was moved."""
-        if self.axes and self.layout != "stacked":
+        if self.axes and self.layout != "stacked" and tree.leaves(momentum):
             return self._spread(momentum)
         return tree.map_with_path(self._leaf, momentum)
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,21 @@ class Plan:
             rest + sum(c[self.rank(at, (*b.copies, *b.split))] for b, c in zip(self.buckets, counted, strict=True))
             for at in _places(self.sizes)
         ]
+
+    def to_json(self) -> dict[str, Any]:
+        """In a form that JSON can hold; lists are by rank."""
+        return {
+            "hash": self.hash,
+            "axes": dict(self.sizes),
+            "leaves": [leaf.path for leaf in self.leaves],
+            "buckets": len(self.buckets),
+            "matrices": self.matrices(),
+            "flops": list(self.loads),
+            "balance": self.balance,
+            "bound": self.bound,
+            "received_in": self.received("in"),
+            "received_out": self.received("out"),
+        }
 
     def _groups(self) -> dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]]:
         return _groups(self.leaves, dict(self.sizes))

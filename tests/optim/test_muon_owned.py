@@ -1,5 +1,6 @@
 """The owned layout: the bits of one rank on any mesh, every matrix worked on once, exact bytes, and its order."""
 
+import json
 import math
 
 import pytest
@@ -68,6 +69,15 @@ def test_ranks_without_a_matrix_and_a_zero_gradient():
     assert plan.matrices() == [1, 1, 0, 0]
 
 
+def test_a_tree_without_a_matrix_has_an_empty_plan():
+    """A stage of a pipeline may have none."""
+    rule, mesh = owned(), mesh_of(fsdp=2)
+    state = ft.compile(rule.init, mesh=mesh)({})
+    program = ft.compile(rule.update, mesh=mesh).lower({}, state, {})
+    assert not program.plans() and not program.collectives()
+    assert rule.update({}, rule.init({}), {})[0] == {}
+
+
 def test_padding_that_is_declared_stays_zero_and_keeps_the_bits():
     """Three rows of fifteen are padding, so that four ranks divide it."""
     values = trees(shapes={"w": (2, 12, 20), "v": (2, 20, 24)})
@@ -133,6 +143,8 @@ def test_all_ranks_together_do_the_work_of_one(ranks):
         assert sum(plan.loads) == WORK and sum(plan.matrices()) == 10
         assert sum(times * flops(node) for _, node, times in program.calls()) == max(plan.loads)
         assert plan.balance <= max(plan.bound * 1.01, 4 / 3)
+        (told,) = json.loads(program.to_json())["plans"]
+        assert told["flops"] == list(plan.loads) and told["hash"] == plan.hash and len(told["received_in"]) == ranks
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
