@@ -59,9 +59,12 @@ def draw(found, best, path):
             label=f"{rule}, rate {rate:g}: {validation:.3f} nats per byte held out" if chosen else None,
         )
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss, nats per token, averaged over about 10 steps")
-    axes.yaxis.label.set_size(8)
-    axes.set_title("llama3-debug, one schedule; thin lines: the rates that were not chosen", fontsize=11, loc="left")
+    axes.set_ylabel("training loss, nats per token (smoothed)")
+    lowest = min(smooth(losses)[-1] for losses, _ in found.values())
+    axes.set_ylim(0.95 * lowest, 2.2 * lowest)
+    axes.set_title(
+        "A Llama of width 128, 4 layers, one schedule; thin lines: rates that were not chosen", fontsize=11, loc="left"
+    )
     axes.legend(frameon=False, fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
