@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from functitan.compiler.passes.bucket import bucket
+from functitan.compiler.passes.common_subexpressions import common_subexpressions
+from functitan.compiler.passes.join_reductions import join_reductions
 from functitan.compiler.passes.prefetch import prefetch
 from functitan.compiler.passes.record import Counts, PassRecord
 from functitan.compiler.passes.settings import Passes
@@ -32,7 +34,9 @@ class Pass:
 
 #: In the order in which they run; a step's graph and its bodies see the same passes on every backend.
 PIPELINE: tuple[Pass, ...] = (
+    Pass("common_subexpressions", common_subexpressions, lambda s: s.common_subexpressions),
     Pass("bucket", bucket, lambda s: s.bucket_bytes > 0),
+    Pass("join_reductions", join_reductions, lambda s: s.join_bytes > 0),
     Pass("prefetch", prefetch, lambda s: s.prefetch > 0),
 )
 

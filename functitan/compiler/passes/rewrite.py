@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import fx
 
 from functitan.compiler.program import Program
+from functitan.compiler.text import body_names, place_name
 
 
 def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
@@ -24,14 +25,15 @@ def each_graph(program: Program, change: Callable[[str, fx.Graph], list[str]]) -
 
     Args:
         program: stays as it is.
-        change: given the graph's name and a copy to work on, says in sentences what it changed; without any, the
+        change: given the graph's name for people and a copy to work on, says in sentences what it changed; without any, the
             old graph stays.
     """
     changes: list[str] = []
+    names = body_names(program)
 
     def changed(where: str, graph: fx.Graph) -> fx.Graph:
         made, _ = copied(graph)
-        found = change(where, made)
+        found = change(place_name(where, names), made)
         changes.extend(found)
         return made if found else graph
 

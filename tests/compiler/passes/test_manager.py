@@ -40,7 +40,7 @@ def test_a_pass_changes_a_copy_and_is_recorded():
     assert (drop.before, drop.after) == (Counts.of(program), Counts.of(after))
     assert (drop.before.nodes, drop.after.nodes) == (program.nodes(), program.nodes() - 2)
     (body,) = program.bodies
-    assert drop.changes == ("step: dropped neg", f"{body}: dropped neg")
+    assert drop.changes == ("step: dropped neg", "twice: dropped neg")
     assert again.on and again.changes == () and again.before == again.after == drop.after
     assert after.graph is not program.graph and after.bodies[body].forward is not program.bodies[body].forward
 
