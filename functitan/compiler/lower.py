@@ -9,13 +9,14 @@ import torch
 from torch import fx
 
 from functitan import tree
+from functitan.columns import human_bytes
 from functitan.compiler import messages, nodes
 from functitan.compiler.calls import gradient_layout, reduced_gradient
 from functitan.compiler.order import result_by_result
-from functitan.compiler.passes import DEFAULT_PASSES, Passes, run_passes
+from functitan.compiler.passes import DEFAULT_PASSES, Counts, Passes, PassRecord, run_passes
 from functitan.compiler.program import LoweredBody, Program
 from functitan.compiler.propagate import Context, Propagator
-from functitan.compiler.split import split
+from functitan.compiler.split import is_gathered, split
 from functitan.compiler.trace import Traced
 from functitan.compiler.values import Value
 from functitan.errors import ShardingError, raise_batch
@@ -51,7 +52,7 @@ def lower(
     Raises:
         ShardingError: conflicts and layouts that the user must settle, all in one message.
     """
-    ctx = Context(mesh, rules, traced.fake_mode, traced.bodies, conflicts, reduce_dtype)
+    ctx = Context(mesh, rules, traced.fake_mode, traced.bodies, conflicts, reduce_dtype, passes.regather)
     places = [n for n in traced.graph.nodes if n.op == "placeholder"]
     types = [_type(n) for n in places]
 
@@ -93,6 +94,9 @@ def lower(
         list(dict.fromkeys(ctx.choices)),
         rules.unused(ctx.seen_names) if rules is not None else [],
     )
+    counts = Counts.of(program)
+    kept = tuple(dict.fromkeys(text for name, text in ctx.decided if name == "regather"))
+    program.passes = (PassRecord("regather", passes.regather, counts, counts, kept),)
     return run_passes(program, passes)
 
 
@@ -162,8 +166,19 @@ def lower_joint(
     inputs: list[fx.Node] = local["inputs"]
     cotangents = [local["tangents"][k] for k in range(len(tangents))]
     forward, backward, kept, saved = split(
-        p.emitter.graph, inputs, cotangents, [n for _, n in outs], [n for _, n in gradients], body.remat, body.n_carry
+        p.emitter.graph,
+        inputs,
+        cotangents,
+        [n for _, n in outs],
+        [n for _, n in gradients],
+        body.remat,
+        body.n_carry,
+        keep_gathered=not ctx.regather,
     )
+    held = [n for n in saved if is_gathered(n)]
+    if held:
+        size = human_bytes(sum(n.meta["val"].nbytes for n in held))
+        ctx.decided.append(("regather", f"{body.name}: {len(held)} gathered parameters, {size}, are kept for backward"))
     return LoweredBody(
         f"{body.key}.{sum(k[0] == body.key for k in ctx.lowered)}",
         body.name,

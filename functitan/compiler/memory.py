@@ -347,7 +347,8 @@ class _Walk:
                     blocks.append(block)
                     continue
                 if block not in copies:
-                    copies[block] = self.new(block.nbytes * times, "saved activations")
+                    gathered = block.category == "gathered parameters"
+                    copies[block] = self.new(block.nbytes * times, block.category if gathered else "saved activations")
                 blocks.append(copies[block])
             values.append(tuple(blocks))
             self.hold(values[-1])

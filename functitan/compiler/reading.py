@@ -32,7 +32,9 @@ class Context:
         lowered: lowered bodies by traced key and input layouts.
         local: localized shard_map bodies by traced key and input layouts.
         decomposed: traced decompositions by node and key.
+        regather: gather stored parameters again in backward, instead of holding them since forward.
         choices: what was settled without being asked for: (line, sentence).
+        decided: what was decided at splits: the pass or setting, and a sentence.
         seen_names: logical names that were asked for.
     """
 
@@ -42,10 +44,12 @@ class Context:
     bodies: dict[str, Any]
     conflicts: str = "error"
     reduce_dtype: torch.dtype = torch.float32
+    regather: bool = True
     lowered: dict[Any, Any] = field(default_factory=dict)
     local: dict[Any, Any] = field(default_factory=dict)
     decomposed: dict[Any, Any] = field(default_factory=dict)
     choices: list[tuple[str, str]] = field(default_factory=list)
+    decided: list[tuple[str, str]] = field(default_factory=list)
     seen_names: set[str] = field(default_factory=set)
 
 
@@ -96,8 +100,8 @@ class Reader:
         """The local node that holds ``v`` in a layout, made by the cheapest moves if there is none."""
         layout = Layout(layout.dims, layout.pending)
         origin = self.emitter.origin
-        # Backward gathers a stored parameter anew instead of holding the gathered one since forward.
-        again = bool(v.layout is not None and v.layout.active and origin.backward)
+        # Backward gathers a stored parameter anew instead of holding the gathered one since forward, unless told to.
+        again = bool(v.layout is not None and v.layout.active and origin.backward and self.ctx.regather)
         if v.layout is not None and v.layout.pending:
             v.passed |= set(layout.pending) & set(v.layout.pending)
             if set(v.layout.pending) - set(layout.pending):

@@ -2,7 +2,7 @@
 
 Decided here, on local values after lowering, what forward saves. A value that backward needs is, in this order: an
 input that is kept; saved, if the policy allows; or computed again from what it is made of. Gathered parameters are
-never saved, and views are taken again from what they view. Other collectives are saved unless the policy saves
+saved only when asked to, and views are taken again from what they view. Other collectives are saved unless the policy saves
 nothing: repeating them costs the network, not only compute.
 """
 
@@ -36,12 +36,24 @@ _DOTS = {
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-def saveable(policy: Any) -> Callable[[fx.Node], bool]:
-    """Which computed values a policy lets forward save. None is everything_saveable."""
+def is_gathered(node: fx.Node) -> bool:
+    """Whether a node is a stored parameter as it was gathered, before any view of it."""
+    return node.target is _WAIT and node.meta["origin"].gather
+
+
+def saveable(policy: Any, keep_gathered: bool = False) -> Callable[[fx.Node], bool]:
+    """Which computed values a policy lets forward save. None is everything_saveable.
+
+    Args:
+        policy: the remat policy, or None.
+        keep_gathered: save gathered parameters, whatever the policy.
+    """
     name = getattr(policy, "name", "everything_saveable")
     wanted = set(policy.names) if name == "save_only_these_names" else set()
 
     def check(node: fx.Node) -> bool:
+        if keep_gathered and is_gathered(node):
+            return True
         if not isinstance(node.meta.get("val"), torch.Tensor) or name == "nothing_saveable":
             return False
         origin = node.meta.get("origin")
@@ -99,6 +111,8 @@ def split(
     gradients: Sequence[fx.Node],
     policy: Any,
     n_carry: int = 0,
+    *,
+    keep_gathered: bool = False,
 ) -> tuple[fx.Graph, fx.Graph | None, list[int], list[fx.Node]]:
     """Cut a joint graph in two.
 
@@ -108,6 +122,7 @@ def split(
         outs, gradients: its results.
         policy: the remat policy, or None.
         n_carry: the leading inputs that a loop carries: no input of the whole loop, so backward gets them saved.
+        keep_gathered: save the parameters that forward gathered.
 
     Returns:
         The forward graph (coordinates, inputs -> outs, saved values), the backward graph (coordinates, kept inputs,
@@ -122,7 +137,7 @@ def split(
     # What an op of forward gives beside what forward returns is there as well: attention's log-sum-exp.
     early |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in early}
     late_effects = [n for n in effects if n in late]
-    may_save = saveable(policy)
+    may_save = saveable(policy, keep_gathered)
     kept: set[fx.Node] = set()
     saved: list[fx.Node] = []
     seen: set[fx.Node] = set()

@@ -12,6 +12,8 @@ class Passes:
     """The settings of all passes; given to ``ft.compile`` and part of a recipe.
 
     Attributes:
+        regather: gather stored parameters again in backward; False keeps what forward gathered until then: one gather
+            less, and of all layers the whole parameters held.
         common_subexpressions: compute equal values of a graph once, without holding anything longer for backward.
         bucket_bytes: the gathers of a body's parameters, and the reductions of their gradients, are sent as buffers of
             at most so many bytes (of the gathered side); 0 sends each by itself.
@@ -25,6 +27,7 @@ class Passes:
     (2, 0)
     """
 
+    regather: bool = True
     common_subexpressions: bool = True
     bucket_bytes: int = 1 << 28
     join_bytes: int = 1 << 16
@@ -43,7 +46,7 @@ class Passes:
 
     @staticmethod
     def off() -> Passes:
-        """The program as it was lowered: every pass off."""
+        """The program as it was lowered: every pass off, and parameters gathered again in backward."""
         return Passes(common_subexpressions=False, bucket_bytes=0, join_bytes=0, prefetch=0)
 
 
