@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from functitan.remat_policies import (
         dots_saveable,
         everything_saveable,
+        memory_budget,
         nothing_saveable,
         remat,
         save_only_these_names,
@@ -61,6 +62,7 @@ _HOME = {
     "functitan.remat_policies": (
         "dots_saveable",
         "everything_saveable",
+        "memory_budget",
         "nothing_saveable",
         "remat",
         "save_only_these_names",
@@ -109,6 +111,7 @@ __all__ = [
     "grad",
     "init",
     "make_mesh",
+    "memory_budget",
     "nn",
     "nothing_saveable",
     "optim",

@@ -95,8 +95,13 @@ def lower(
         rules.unused(ctx.seen_names) if rules is not None else [],
     )
     counts = Counts.of(program)
-    kept = tuple(dict.fromkeys(text for name, text in ctx.decided if name == "regather"))
-    program.passes = (PassRecord("regather", passes.regather, counts, counts, kept),)
+    said = {
+        name: tuple(dict.fromkeys(text for own, text in ctx.decided if own == name))
+        for name in ("memory_budget", "regather")
+    }
+    program.passes = (PassRecord("regather", passes.regather, counts, counts, said["regather"]),)
+    if said["memory_budget"]:
+        program.passes = (PassRecord("memory_budget", True, counts, counts, said["memory_budget"]), *program.passes)
     return run_passes(program, passes)
 
 
@@ -165,7 +170,7 @@ def lower_joint(
     outs, gradients = results_local[:n_outs], results_local[n_outs:]
     inputs: list[fx.Node] = local["inputs"]
     cotangents = [local["tangents"][k] for k in range(len(tangents))]
-    forward, backward, kept, saved = split(
+    forward, backward, kept, saved, budget = split(
         p.emitter.graph,
         inputs,
         cotangents,
@@ -175,6 +180,8 @@ def lower_joint(
         body.n_carry,
         keep_gathered=not ctx.regather,
     )
+    if budget:
+        ctx.decided.append(("memory_budget", f"{body.name}: {budget}"))
     held = [n for n in saved if is_gathered(n)]
     if held:
         size = human_bytes(sum(n.meta["val"].nbytes for n in held))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from functitan.compiler import nodes
+from functitan.compiler.remat_budget import Problem, said_of, within
 from functitan.ops import attention, grouped_mm  # noqa: F401 (register their ops)
 
 aten = torch.ops.aten
@@ -54,16 +55,11 @@ def saveable(policy: Any, keep_gathered: bool = False) -> Callable[[fx.Node], bo
     def check(node: fx.Node) -> bool:
         if keep_gathered and is_gathered(node):
             return True
-        if not isinstance(node.meta.get("val"), torch.Tensor) or name == "nothing_saveable":
-            return False
-        origin = node.meta.get("origin")
-        if origin is not None and origin.gather:
-            return False
-        if "checkpoint_name" in node.meta:
-            return False  # a name for a value, not another value: that one is saved or not
-        if wanted and wanted & names_of(node):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or name in ("nothing_saveable", "memory_budget"):
+            return False  # of a memory budget only 0 comes here
+        if wanted and _own(node) and wanted & names_of(node):
             return True
-        if node.target in _VIEWS or not node.all_input_nodes:
+        if not _computed(node):
             return False
         if name == "everything_saveable" or node.target is _WAIT:
             return True
@@ -71,6 +67,19 @@ def saveable(policy: Any, keep_gathered: bool = False) -> Callable[[fx.Node], bo
         return name == "dots_saveable" and getattr(source, "target", None) in _DOTS
 
     return check
+
+
+def _own(node: fx.Node) -> bool:
+    """Whether a value may be saved if its name is: no gathered parameter, and not only a name."""
+    origin = node.meta.get("origin")
+    # A name is for a value, not another value: that one is saved or not.
+    return not (origin is not None and origin.gather) and "checkpoint_name" not in node.meta
+
+
+def _computed(node: fx.Node) -> bool:
+    """Whether a tensor is worth saving at all: computed, and no view or name of another value."""
+    tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    return tensor and _own(node) and node.target not in _VIEWS and bool(node.all_input_nodes)
 
 
 def names_of(node: fx.Node) -> set[str]:
@@ -113,7 +122,7 @@ def split(
     n_carry: int = 0,
     *,
     keep_gathered: bool = False,
-) -> tuple[fx.Graph, fx.Graph | None, list[int], list[fx.Node]]:
+) -> tuple[fx.Graph, fx.Graph | None, list[int], list[fx.Node], str]:
     """Cut a joint graph in two.
 
     Args:
@@ -126,18 +135,33 @@ def split(
 
     Returns:
         The forward graph (coordinates, inputs -> outs, saved values), the backward graph (coordinates, kept inputs,
-        saved values, tangents -> gradients) or None, the indices of kept inputs, and the saved nodes.
+        saved values, tangents -> gradients) or None, the indices of kept inputs, the saved nodes, and for a memory budget
+        what it came to, in words.
     """
     coordinates = [n for n in graph.nodes if n.op == "placeholder" and "coordinate" in n.meta]
     effects = [n for n in graph.nodes if nodes.has_effect(n)]
     if not gradients:
-        return extract(graph, [*coordinates, *inputs], outs, effects, whole=True), None, [], []
+        return extract(graph, [*coordinates, *inputs], outs, effects, whole=True), None, [], [], ""
     late = depends_on(graph, tangents)
     early = ancestors(outs)
     # What an op of forward gives beside what forward returns is there as well: attention's log-sum-exp.
     early |= {n for n in graph.nodes if n.target is operator.getitem and n.args[0] in early}
     late_effects = [n for n in effects if n in late]
-    may_save = saveable(policy, keep_gathered)
+    may_save, said = saveable(policy, keep_gathered), ""
+    if getattr(policy, "name", "") == "memory_budget" and policy.budget != 0:
+        needed = ancestors([*gradients, *late_effects])
+        problem = Problem(
+            list(graph.nodes),
+            early & needed,
+            {n for n in needed - early if n.op == "call_function"},
+            {*gradients, *late_effects},
+            [n for n in inputs[:n_carry] if n in needed],
+            lambda n: "collective" not in n.meta and _computed(n),
+            lambda n: "origin" in n.meta and n.meta["origin"].gather,
+        )
+        choice, limit = within(problem, policy.budget, policy.nbytes)
+        said = said_of(choice, limit)
+        may_save = lambda n: n in choice.saved or (keep_gathered and is_gathered(n))  # noqa: E731
     kept: set[fx.Node] = set()
     saved: list[fx.Node] = []
     seen: set[fx.Node] = set()
@@ -165,7 +189,7 @@ def split(
         gradients,
         late_effects,
     )
-    return forward, backward, kept_inputs, saved
+    return forward, backward, kept_inputs, saved, said
 
 
 def extract(

@@ -19,6 +19,7 @@ from functitan.remat_policies import (
     Policy,
     dots_saveable,
     everything_saveable,
+    memory_budget,
     nothing_saveable,
     save_only_these_names,
 )
@@ -27,7 +28,9 @@ from functitan.train import RunConfig, Task
 
 PyTree = Any
 _POLICIES: dict[str, Policy] = {p.name: p for p in (nothing_saveable, everything_saveable, dots_saveable)}
-RematName = Literal["nothing_saveable", "everything_saveable", "dots_saveable", "save_only_these_names"]
+RematName = Literal[
+    "nothing_saveable", "everything_saveable", "dots_saveable", "save_only_these_names", "memory_budget"
+]
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ class Recipe:
         simulate: run all ranks of the mesh in this process.
         remat: the policy by which layers save activations for backward; None for the default.
         save_names: for "save_only_these_names", the names that the model gave its values.
+        remat_budget: for "memory_budget", the fraction from 0 to 1; see :func:`functitan.remat_policies.memory_budget`.
         passes: which passes run on the lowered step, and how.
         optim, data, run: the rest.
     """
@@ -193,6 +197,7 @@ class Recipe:
     simulate: bool = False
     remat: RematName | None = None
     save_names: tuple[str, ...] = ()
+    remat_budget: float | None = None
     passes: Passes = field(default_factory=Passes)
 
     def __post_init__(self) -> None:
@@ -221,8 +226,19 @@ class Recipe:
         """The policy of :mod:`functitan.remat` that ``remat`` names; None for the default.
 
         Raises:
-            ConfigError: ``save_names`` without the policy that reads them.
+            ConfigError: ``save_names`` or ``remat_budget`` without the policy that reads them, or the other way round.
         """
+        if (self.remat == "memory_budget") != (self.remat_budget is not None):
+            raise ConfigError(
+                f"recipe {self.name}: remat_budget={self.remat_budget} is read by remat=memory_budget, and remat is "
+                f"{self.remat}. Set both, the budget from 0 (least memory) to 1."
+            )
+        if self.remat_budget is not None:
+            if not 0 <= self.remat_budget <= 1:
+                raise ConfigError(
+                    f"recipe {self.name}: remat_budget={self.remat_budget} is not a fraction from 0 to 1."
+                )
+            return memory_budget(self.remat_budget)
         if self.remat == "save_only_these_names":
             return save_only_these_names(*self.save_names)
         if self.save_names:
