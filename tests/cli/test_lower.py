@@ -117,3 +117,13 @@ def test_rules(monkeypatch, capsys):
     assert "aten.mm" in out and "functitan.attention" in out and max(map(len, lines)) <= 100
     out, _ = call(monkeypatch, capsys, "rules", "embedding")
     assert "functitan.embedding" in out and "aten.mm" not in out
+
+
+def test_passes(monkeypatch, capsys):
+    words = ("lower", "llama3-debug", "--mesh", "fsdp=2", "--passes", "--set", "passes.prefetch=0", "--set")
+    out, lines = call(monkeypatch, capsys, *words, "passes.regather=false")
+    rows = [line.split()[:2] for line in lines[1 : lines.index("")]]
+    names = [name for name, _ in rows]
+    assert names == ["regather", "common_subexpressions", "bucket", "join_reductions", "prefetch"]
+    assert [name for name, second in rows if second == "off"] == ["regather", "prefetch"]
+    assert "block: 9 gathered parameters" in out and "block: 9 all_gather fsdp as one of" in out

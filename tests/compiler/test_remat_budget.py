@@ -30,7 +30,7 @@ NAMES = {
     "down": "param layers mlp embed",
 }
 X = randn(B, S, D, seed=1)
-FRACTIONS = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+FRACTIONS = [0.0, 0.15, 0.4, 0.7, 1.0]
 
 
 def block(x, w):

@@ -82,7 +82,7 @@ def test_a_gathered_value_that_is_still_read_is_not_gathered_again():
     assert one.startswith("step: one all_gather over data of test_common_subexpressions.py:") and "neg" in calls
 
 
-@pytest.mark.parametrize("remat", [ft.nothing_saveable, ft.dots_saveable, None], ids=str)
+@pytest.mark.parametrize("remat", [ft.nothing_saveable, ft.dots_saveable], ids=str)
 def test_what_a_policy_saves_and_computes_again_stays(remat):
     s = setup({"fsdp": 2}, remat=remat)
     before, after = (
@@ -117,5 +117,5 @@ def test_forward_and_backward_of_a_step_are_not_mixed():
 
 def test_a_sharded_train_step_equals_one_device():
     s = setup({"data": 2, "tensor": 2}, remat=ft.dots_saveable)
-    report = ft.check(s.step, (s.state, s.batch), s.mesh, s.rules, passes=ON)
+    report = ft.check(s.step, (s.state, s.batch), s.mesh, s.rules, layouts=False, passes=ON)
     assert report, report

@@ -144,7 +144,7 @@ def test_gradients_of_a_scan_are_joined_per_step():
     assert sent[0] == sent[1]
 
 
-@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2}], ids=str)
 def test_a_train_step_keeps_its_bits_and_equals_one_device(axes):
     s = setup(axes)
     (before, after), program = both(s.step, s.state, s.batch, mesh=s.mesh, rules=s.rules)
