@@ -24,7 +24,9 @@ from functitan.compiler.passes.settings import Passes
 from functitan.compiler.program import Program
 from functitan.compiler.text import target_name
 
+aten = torch.ops.aten
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_FILLS = {aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format}
 #: Ops that a sentence names; the rest are counted.
 _NAMED = 4
 
@@ -71,9 +73,14 @@ def _merge(where: str, graph: fx.Graph) -> list[str]:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    if node.op != "call_function" or nodes.has_effect(node):
+    if node.op != "call_function" or nodes.has_effect(node) or _fills(node):
         return False
     return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def _fills(node: fx.Node) -> bool:
+    """Whether a call fills memory with one value: to do that again is cheaper than to hold it."""
+    return node.target in _FILLS and node.meta["val"].numel() > 1
 
 
 def _checked(node: fx.Node) -> Any:
