@@ -80,8 +80,8 @@ def attention(
         backend: "auto" (the default), "sdpa" (torch's fused kernel for the device) or "math" (plain torch).
 
     Returns:
-        out (B, H, S, V), contiguous, in q's dtype; with ``return_lse`` also lse (B, H, S) in float32 (float64
-        for float64 operands).
+        out (B, H, S, V), in q's dtype and, where V is K, in its order in memory; with ``return_lse`` also lse
+        (B, H, S) in float32 (float64 for float64 operands). Gradients are in the memory order of their operands.
 
     Raises:
         ArgumentError: shapes or dtypes that do not fit, an unknown backend, or one that cannot do what is
@@ -182,6 +182,16 @@ def _kernel(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sca
     return attention_math
 
 
+def _like(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """An empty output, in memory in the order of q: what splits heads and joins them again then copies nothing."""
+    return torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty((*q.shape[:3], v.shape[-1]))
+
+
+def _ordered(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A result in the memory order that its fake has; kernels choose their own."""
+    return x if x.stride() == like.stride() else like.copy_(x)
+
+
 @torch.library.custom_op("functitan::attention", mutates_args=())
 def _attention(
     q: torch.Tensor,
@@ -203,14 +213,13 @@ def _attention(
         own = lse
         lse = torch.logaddexp(own, sink.to(own.dtype)[:, None])
         out = (out * torch.exp(own - lse)[..., None]).to(q.dtype)
-    return out.contiguous(), lse.contiguous()
+    return _ordered(out, _like(q, v)), lse.contiguous()
 
 
 @_attention.register_fake
 def _(q, k, v, q_segments, kv_segments, bias, sink, causal, window, scale, backend):  # type: ignore[no-untyped-def]
     _kernel(backend, q, k, v, scale)
-    out = q.new_empty((*q.shape[:3], v.shape[-1]))
-    return out, q.new_empty(q.shape[:3], dtype=attention_math.compute_dtype(q.dtype))
+    return _like(q, v), q.new_empty(q.shape[:3], dtype=attention_math.compute_dtype(q.dtype))
 
 
 @torch.library.custom_op("functitan::attention_backward", mutates_args=())
@@ -233,14 +242,14 @@ def _attention_backward(
     mask = Mask(q_segments, kv_segments, bias, causal, window)
     kernel = _kernel(backend, q, k, v, scale)
     dq, dk, dv = kernel.backward(grad_out, grad_lse, q, k, v, mask, out, lse, scale)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous()
+    return tuple(_ordered(d, torch.empty_like(x)) for d, x in ((dq, q), (dk, k), (dv, v)))  # type: ignore[return-value]
 
 
 @_attention_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
     grad_out, grad_lse, q, k, v, q_segments, kv_segments, bias, out, lse, causal, window, scale, backend
 ):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -78,7 +78,7 @@ def backward(
 
     def kernel(grad: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return sdpa_cpu_backward(
-            grad.contiguous(), q_, k_, values, out, lse_, 0.0, mask.causal, attn_mask=term, scale=scale
+            _packed(grad), q_, k_, values, out, lse_, 0.0, mask.causal, attn_mask=term, scale=scale
         )
 
     dq, dk, dv = kernel(grad_out, v_, out)
