@@ -125,13 +125,8 @@ def _emptying(graph: fx.Graph) -> fx.Graph:
     box = made.placeholder("inputs")
     places = [n for n in graph.nodes if n.op == "placeholder"]
     for node in reversed(places):
-        env[node] = made.call_function(_last, (box,))
+        env[node] = made.call_method("pop", (box,))
     for node in graph.nodes:
         if node.op != "placeholder":
             env[node] = made.node_copy(node, env.__getitem__)
     return made
-
-
-def _last(values: list[Any]) -> Any:
-    """Take the last value out of a list."""
-    return values.pop()

@@ -16,7 +16,7 @@ from functitan.compiler import program as targets
 from functitan.compiler.owned import Exchange
 from functitan.compiler.program import LoweredBody
 from functitan.runtime import collectives
-from functitan.runtime.scan import Run, Stages, scan_backward, scan_forward
+from functitan.runtime.scan import Run, Stages, TensorOps, scan_backward, scan_forward
 from functitan.sharding.mesh import Mesh
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -129,11 +129,15 @@ class Lockstep:
 class _RankedOps:
     """What a scan does with per-rank values."""
 
+    def split(self, x: Ranked) -> Ranked:
+        return [v.unbind(0) for v in x]
+
     def row(self, x: Ranked, i: int) -> Ranked:
         return [v[i] for v in x]
 
-    def stack(self, rows: Sequence[Ranked]) -> Ranked:
-        return [torch.stack(list(column)) for column in zip(*rows, strict=True)]
+    def write(self, stack: Ranked | None, i: int, row: Ranked, length: int) -> Ranked:
+        stacks = [None] * len(row) if stack is None else stack
+        return [_ONE.write(s, i, v, length) for s, v in zip(stacks, row, strict=True)]
 
     def rows(self, rows: Sequence[Ranked]) -> Ranked:
         return [list(column) for column in zip(*rows, strict=True)]
@@ -141,8 +145,6 @@ class _RankedOps:
     def add(self, a: Ranked, b: Ranked) -> Ranked:
         return [x + y for x, y in zip(a, b, strict=True)]
 
-    def zeros(self, x: Ranked, length: int) -> Ranked:
-        return [v.new_zeros((length, *v.shape)) for v in x]
 
-
+_ONE = TensorOps()
 _RANKED = _RankedOps()

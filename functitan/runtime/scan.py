@@ -1,7 +1,7 @@
 """The loop of a scan over a lowered body, the same for one rank's tensors and for all ranks in lockstep.
 
-Outputs per step are stacked. Values that only go to the backward loop stay a list of rows: nothing copies them. A body
-may have graphs that start collectives for a later step, and some that finish those of steps before
+Outputs per step are written into stacks. Values that only go to the backward loop stay a list of rows: nothing copies
+them. A body may have graphs that start collectives for a later step, and some that finish those of steps before
 (:class:`functitan.compiler.program.LoweredBody`); the loop runs them so much earlier or later.
 """
 
@@ -31,9 +31,11 @@ class Stages:
 class Ops(Protocol):
     """What a loop does with values."""
 
+    def split(self, x: Any) -> Any: ...
+
     def row(self, x: Any, i: int) -> Any: ...
 
-    def stack(self, rows: Sequence[Any]) -> Any: ...
+    def write(self, stack: Any, i: int, row: Any, length: int) -> Any: ...
 
     def rows(self, rows: Sequence[Any]) -> Any: ...
 
@@ -43,11 +45,18 @@ class Ops(Protocol):
 class TensorOps:
     """Values are one rank's tensors."""
 
-    def row(self, x: Any, i: int) -> Any:
+    def split(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """All rows at once, which costs less than one by one."""
+        return x.unbind(0)
+
+    def row(self, x: Sequence[torch.Tensor], i: int) -> torch.Tensor:
         return x[i]
 
-    def stack(self, rows: Sequence[Any]) -> Any:
-        return torch.stack(list(rows))
+    def write(self, stack: torch.Tensor | None, i: int, row: torch.Tensor, length: int) -> torch.Tensor:
+        """The stack with this row, made for all rows when the first one comes: rows do not wait for each other."""
+        stack = row.new_empty((length, *row.shape)) if stack is None else stack
+        stack[i] = row
+        return stack
 
     def rows(self, rows: Sequence[Any]) -> Any:
         return list(rows)
@@ -59,17 +68,17 @@ class TensorOps:
 def scan_forward(body: LoweredBody, length: int, inputs: list[Any], stages: Stages, ops: Ops) -> list[Any]:
     """The last carry, the stacked outputs of all steps, and the rows that backward needs."""
     first, last = body.n_carry, body.n_carry + body.n_xs
-    carry, xs, consts = inputs[:first], inputs[first:last], inputs[last:]
+    carry, xs, consts = inputs[:first], [ops.split(x) for x in inputs[first:last]], inputs[last:]
     n_outs = len(body.out_layouts)
-    steps = []
+    ys: list[Any] = [None] * (n_outs - first)
+    saved = []
     at = lambda i: [*(ops.row(x, i) for x in xs), *consts]  # noqa: E731
     for i, started in _started_ahead(range(length), body.ahead, stages.starts, at):
         outs = stages.main([*carry, *at(i), *started])
         carry = outs[:first]
-        steps.append(outs[first:])
-    columns = list(zip(*steps, strict=True))
-    ys = [ops.stack(c) for c in columns[: n_outs - first]]
-    return [*carry, *ys, *(ops.rows(c) for c in columns[n_outs - first :])]
+        ys = [ops.write(y, i, row, length) for y, row in zip(ys, outs[first:n_outs], strict=True)]
+        saved.append(outs[n_outs:])
+    return [*carry, *ys, *(ops.rows(column) for column in zip(*saved, strict=True))]
 
 
 def scan_backward(
@@ -90,17 +99,21 @@ def scan_backward(
     own = [j for j in body.gradient_of if j < first]
     others = [j for j in body.gradient_of if j >= first]
     current = list(cotangents)
-    rows: dict[int, list[Any]] = {}
+    stacks: dict[int, Any] = {}
     totals: dict[int, Any] = {}
+    late = reversed(range(length))
 
     def take(found: Sequence[Any]) -> None:
+        i = next(late)
         for j, g in zip(others, found, strict=True):
             if j < last:
-                rows.setdefault(j, []).append(g)
+                stacks[j] = ops.write(stacks.get(j), i, g, length)
             else:
                 totals[j] = g if j not in totals else ops.add(totals[j], g)
 
-    at = lambda i: [ops.row(x, i) if j < last else x for j, x in zip(body.saved_inputs, kept, strict=True)]  # noqa: E731
+    ready = [ops.split(x) if j < last else x for j, x in zip(body.saved_inputs, kept, strict=True)]
+    ys = {k: ops.split(cotangents[k]) for k, o in enumerate(body.tangent_of) if o >= first}
+    at = lambda i: [ops.row(x, i) if j < last else x for j, x in zip(body.saved_inputs, ready, strict=True)]  # noqa: E731
     unfinished: list[list[Any] | None] = [None] * len(stages.finish)  # what each graph of finish takes next
 
     def finish(found: list[Any] | None) -> None:
@@ -117,17 +130,14 @@ def scan_backward(
             take(found)
 
     for i, started in _started_ahead(reversed(range(length)), body.ahead, stages.starts, at):
-        tangents = [current[k] if o < first else ops.row(cotangents[k], i) for k, o in enumerate(body.tangent_of)]
+        tangents = [current[k] if o < first else ops.row(ys[k], i) for k, o in enumerate(body.tangent_of)]
         found = stages.main([*at(i), *(ops.row(s, i) for s in saved), *tangents, *started])
         for j, g in zip(own, found, strict=False):
             current[carried[j]] = g
         finish(found[len(own) :])
     for _ in stages.finish:
         finish(None)
-    return [
-        current[carried[j]] if j < first else ops.stack(rows[j][::-1]) if j < last else totals[j]
-        for j in body.gradient_of
-    ]
+    return [current[carried[j]] if j < first else stacks[j] if j < last else totals[j] for j in body.gradient_of]
 
 
 def _started_ahead(
