@@ -61,7 +61,9 @@ def outside_graphs(layers: int, steps: int = 20) -> float:
 
     _torch.compile_graph = timed
     try:
-        step, state, tokens = compiled_step(layers, ft.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}), "inductor", 1, 8, 64)
+        step, state, tokens = compiled_step(
+            layers, ft.make_mesh({"data": 1, "fsdp": 1, "tensor": 1}), "inductor", 1, 8, 64
+        )
         state, _ = step(state, tokens)
     finally:
         _torch.compile_graph = real
