@@ -66,10 +66,14 @@ def test_equal_to_one_device(mesh: str, kept: str) -> None:
     assert {r.kind for r in report.rows} == {"plain", "output", "gradient", "update"}
 
 
-@pytest.mark.parametrize("pending", [None, ("data",), PENDING], ids=["sharded", "data", "pending"])
+@pytest.mark.parametrize(
+    "pending",
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(("data",), marks=pytest.mark.slow), PENDING],
+    ids=str,
+)
 def test_equal_to_one_big_batch(pending: Any) -> None:
     """The loss and gradient of the whole batch at once, in float64 on the same mesh."""
-    s = setup({"data": 2, "fsdp": 2}, layers=LAYERS, compute_dtype=torch.float64)
+    s = setup({"data": 2, "fsdp": 2}, layers=LAYERS, dim=16, mlp_dim=16, vocab=32, seq=8, compute_dtype=torch.float64)
     params = wide(s)
 
     def at_once(params: Any, batch: Any) -> Any:

@@ -138,12 +138,12 @@ def test_a_split_vocabulary_is_nowhere_whole() -> None:
 
 PRODUCTS = [
     pytest.param(dict(fsdp=2, tensor=2), True, id="FSDP x TP+SP"),
-    pytest.param(dict(fsdp=2, tensor=2), False, id="FSDP x TP"),
-    pytest.param(dict(fsdp=4, tensor=2), True, id="wide FSDP x TP+SP"),
+    pytest.param(dict(fsdp=2, tensor=2), False, id="FSDP x TP", marks=pytest.mark.slow),
+    pytest.param(dict(fsdp=4, tensor=2), True, id="wide FSDP x TP+SP", marks=pytest.mark.slow),
     pytest.param(dict(data=2, tensor=2), True, id="DDP x TP+SP"),
-    pytest.param(dict(data=2, tensor=2), False, id="DDP x TP"),
+    pytest.param(dict(data=2, tensor=2), False, id="DDP x TP", marks=pytest.mark.slow),
     pytest.param(dict(data=2, fsdp=2, tensor=2), True, id="HSDP x TP+SP"),
-    pytest.param(dict(data=2, fsdp=2, tensor=2), False, id="HSDP x TP"),
+    pytest.param(dict(data=2, fsdp=2, tensor=2), False, id="HSDP x TP", marks=pytest.mark.slow),
 ]
 
 
