@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from functitan.columns import columns, human_bytes, terminal_width
+from functitan.columns import columns, human_bytes, shortened, terminal_width
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,10 @@ def short_dtype(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
+#: A bucket of many parameters leaves room for the reason.
+_SUBJECT = 24
+
+
 def table(rows: Sequence[Collective], width: int | None = None) -> str:
     """One line per collective: kind and axes, count and bytes, sum, pass, what is moved, and why."""
     lines: list[tuple[object, ...]] = [("collective over axes", "count x bytes", "sent", "pass", "of", "why")]
@@ -120,7 +124,16 @@ def table(rows: Sequence[Collective], width: int | None = None) -> str:
         each = f"{c.count} x {human_bytes(c.nbytes)} {short_dtype(c.dtype)}"
         late = "bwd" if c.backward else "fwd"
         why = _shortly(c.why, c.subject)
-        lines.append((f"{c.kind} {'+'.join(c.axes)}", each, human_bytes(c.total), late, tail(c.subject), why))
+        lines.append(
+            (
+                f"{c.kind} {'+'.join(c.axes)}",
+                each,
+                human_bytes(c.total),
+                late,
+                shortened(tail(c.subject), _SUBJECT),
+                why,
+            )
+        )
     return columns(lines, right=(1, 2), width=terminal_width() if width is None else width)
 
 

@@ -55,7 +55,8 @@ def run_plain(rule, values=None):
 
 
 def lowered(rule, mesh, specs=None, values=None):
+    """The Program of an update as it is lowered: passes join its small reductions."""
     specs = SPECS if specs is None else specs
     params, grads = ({k: ft.device_put(x, specs[k], mesh) for k, x in t.items()} for t in (values or trees(2)))
     state = ft.compile(rule.init, mesh=mesh)(params)
-    return ft.compile(stepped(rule), mesh=mesh).lower(grads, state, params)
+    return ft.compile(stepped(rule), mesh=mesh, passes=ft.Passes.off()).lower(grads, state, params)

@@ -217,7 +217,8 @@ def test_a_block_that_is_a_row_may_lie_on_several_ranks():
     assert same(_run(rule, mesh), _run(rule))
     params = {k: ft.device_put(x, SPECS[k], mesh) for k, x in _trees(1)[0].items()}
     state = ft.compile(rule.init, mesh=mesh)(params)
-    found = ft.compile(rule.update, mesh=mesh).lower(params, state, params).collectives()
+    program = ft.compile(rule.update, mesh=mesh, passes=ft.Passes.off()).lower(params, state, params)
+    found = program.collectives()
     assert sorted((c.kind, c.axes, c.nbytes) for c in found) == [
         ("all_reduce", ("fsdp",), 4), ("all_reduce", ("fsdp",), 4),
         ("all_reduce", ("tensor",), 2 * 6 * 4), ("all_reduce", ("tensor",), 2 * 6 * 4),
