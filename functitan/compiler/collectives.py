@@ -124,16 +124,8 @@ def table(rows: Sequence[Collective], width: int | None = None) -> str:
         each = f"{c.count} x {human_bytes(c.nbytes)} {short_dtype(c.dtype)}"
         late = "bwd" if c.backward else "fwd"
         why = _shortly(c.why, c.subject)
-        lines.append(
-            (
-                f"{c.kind} {'+'.join(c.axes)}",
-                each,
-                human_bytes(c.total),
-                late,
-                shortened(tail(c.subject), _SUBJECT),
-                why,
-            )
-        )
+        subject = shortened(tail(c.subject), _SUBJECT)
+        lines.append((f"{c.kind} {'+'.join(c.axes)}", each, human_bytes(c.total), late, subject, why))
     return columns(lines, right=(1, 2), width=terminal_width() if width is None else width)
 
 
