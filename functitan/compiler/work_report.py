@@ -58,7 +58,7 @@ def plan_text(plan: Plan, mesh_ranks: int | None = None) -> str:
     >>> from functitan.sharding.ownership import Leaf, plan
     >>> rows = [Leaf("up", 3, (4, 6), ("fsdp",), (), (), 2560), Leaf("q", 1, (4, 4), ("fsdp",), (), (), 1920)]
     >>> print(plan_text(plan(rows, {"fsdp": 2}, itemsize=2, bucket_bytes=1 << 20)))
-    owned over fsdp=2: 4 matrices of 2 leaves, plan e3ba5b57aefd4ae2
+    owned over fsdp=2: 4 matrices of 2 leaves, plan d0272998bc3b6815
     most over mean operations 1.067, lower bound 1.067
     <BLANKLINE>
     per rank      least    mean    most

@@ -108,7 +108,7 @@ def muon(
             depthwise one is none: give it another rule.
         layout, axes: as above; mesh axes, major to minor.
         wire_dtype: what is moved is cast to it before, both ways; by default ``ns_dtype``, which loses nothing.
-        bucket_bytes: the most that a rank sends at a time in the owned layout, unless a single matrix is more.
+        bucket_bytes: about what a rank sends at a time in the owned layout, and no less than gives each rank a matrix.
         gram: axes of ``axes`` along which a matrix may stay split on its long side, such as the axis of tensor
             parallelism: only Gram matrices are summed over it then, in float32, one all-reduce a step of the iteration. A
             leaf is worked on so where operations and bytes together are less than with owners; the report gives both.

@@ -191,12 +191,12 @@ def plan(leaves: Sequence[Leaf], sizes: Mapping[str, int], *, itemsize: int, buc
         leaves: in any order.
         sizes: the axes that the work is spread over, in mesh order.
         itemsize: bytes of an element on the wire.
-        bucket_bytes: the most that a rank sends in one exchange, unless one matrix is more.
+        bucket_bytes: about what a rank sends in one exchange, and no less than what gives each rank a matrix.
 
     >>> split = [Leaf("up", 3, (4, 6), ("fsdp",), (), (), 2560), Leaf("q", 1, (4, 4), ("fsdp",), (), (), 1920)]
     >>> found = plan(split, {"fsdp": 2}, itemsize=2, bucket_bytes=1 << 20)
     >>> [b.owners for b in found.buckets], found.loads, found.received("in")
-    ([(1, 0, 1, 0)], (5120, 4480), [48, 40])
+    ([(0, 1, 0, 1)], (5120, 4480), [48, 40])
     """
     ordered = tuple(sorted(leaves, key=lambda leaf: leaf.path))
     live = {a: n for a, n in sizes.items() if n > 1}
@@ -237,7 +237,7 @@ def _assign(
     heapq.heapify(heap)
     owners = {i: [0] * leaves[i].count for i in members}
     added, moved = [0] * ranks, [0] * ranks
-    for i in sorted(members, key=lambda i: (-leaves[i].flops, -math.prod(leaves[i].shape), leaves[i].path)):
+    for i in _by_cost(leaves, members):
         cost, nbytes = leaves[i].flops, math.prod(leaves[i].shape) * itemsize
         row = owners[i]
         for k in range(leaves[i].count):
@@ -259,7 +259,10 @@ def _cut(
     itemsize: int,
     bucket_bytes: int,
 ) -> Iterator[Bucket]:
-    """The matrices of a group in buckets, by path."""
+    """The matrices of a group in buckets, in the order in which owners were found: a multiple of the ranks in each.
+
+    That order deals matrices of like cost to all ranks in turn, so that no rank waits for another in a bucket.
+    """
     runs: list[Run] = []
     room = bucket_bytes
 
@@ -273,21 +276,29 @@ def _cut(
                 flops[g] += leaves[run.leaf].flops
         return Bucket(*group, tuple(runs), tuple(chosen), tuple(elements), tuple(flops))
 
-    for i in members:
+    count = 0
+    for i in _by_cost(leaves, members):
         each = math.prod(leaves[i].shape) // pieces * itemsize
         start = 0
         while start < leaves[i].count:
-            fit = room // each if each else leaves[i].count
-            if fit < 1 and runs:
+            if count and count % ranks == 0 and room < each:
                 yield made()
-                runs, room = [], bucket_bytes
-                continue
-            stop = min(start + max(fit, 1), leaves[i].count)
-            runs.append(Run(i, start, stop))
-            room -= each * (stop - start)
-            start = stop
+                runs, room, count = [], bucket_bytes, 0
+            # As many as fit, then on to a matrix more for each rank.
+            fit = max(room // each if each else leaves[i].count, 0) or ranks - count % ranks
+            stop = min(start + fit, leaves[i].count)
+            if runs and runs[-1].leaf == i:
+                runs[-1] = Run(i, runs[-1].start, stop)
+            else:
+                runs.append(Run(i, start, stop))
+            room, count, start = room - each * (stop - start), count + stop - start, stop
     if runs:
         yield made()
+
+
+def _by_cost(leaves: Sequence[Leaf], members: Sequence[int]) -> list[int]:
+    """Longest processing time first; then bytes, then path."""
+    return sorted(members, key=lambda i: (-leaves[i].flops, -math.prod(leaves[i].shape), leaves[i].path))
 
 
 def _groups(

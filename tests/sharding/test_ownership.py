@@ -117,15 +117,26 @@ def test_copies_share_the_work_and_get_the_results():
     assert found.received("in") == [piece] * 4 and found.received("out") == [3 * piece] * 4
 
 
-def test_buckets_hold_what_one_exchange_may_send():
-    found = planned([leaf("a", 5, (24, 24)), leaf("b", 3, (24, 48))], fsdp=2, bucket_bytes=1500)
-    sent = [sum(b.elements) * 2 for b in found.buckets]
-    assert max(sent) <= 1500 and len(found.buckets) == 6
-    assert [(r.leaf, r.start, r.stop) for b in found.buckets for r in b.runs] == [
-        (0, 0, 2), (0, 2, 4), (0, 4, 5), (1, 0, 1), (1, 1, 2), (1, 2, 3)
-    ]  # fmt: skip
-    alone = planned([leaf("a", 2, (24, 24))], fsdp=2, bucket_bytes=10)
-    assert len(alone.buckets) == 2  # a matrix is never cut
+def test_buckets_hold_what_one_exchange_may_send_and_a_matrix_for_each_rank():
+    leaves = [leaf("a", 5, (24, 24)), leaf("b", 3, (24, 48))]
+    found = planned(leaves, fsdp=2, bucket_bytes=1500)
+    runs = [[(r.leaf, r.start, r.stop) for r in b.runs] for b in found.buckets]
+    assert runs == [[(1, 0, 2)], [(1, 2, 3), (0, 0, 1)], [(0, 1, 3)], [(0, 3, 5)]]  # the costly ones first
+    wide = planned(leaves, fsdp=2, bucket_bytes=4000)
+    assert [sum(b.elements) * 2 for b in wide.buckets] == [3 * 1152 + 576, 4 * 576]
+    assert [len(b.owners) for b in planned([leaf("a", 7, (24, 24))], fsdp=3, bucket_bytes=1).buckets] == [3, 3, 1]
+
+
+@pytest.mark.parametrize("ranks", [16, 64, 256])
+def test_no_rank_waits_for_another_in_a_bucket(ranks):
+    """Exchanges of two buckets are under way at a time, and one ends when all ranks have done their work of it."""
+    found = planned(LLAMA_8B, bucket_bytes=64 << 20, fsdp=ranks)
+    done, back = [0] * ranks, []
+    for j, bucket in enumerate(found.buckets):
+        arrived = back[j - 2] if j >= 2 else 0
+        done = [max(t, arrived) + f for t, f in zip(done, bucket.flops, strict=True)]
+        back.append(max(done))
+    assert back[-1] == max(found.loads)
 
 
 def test_sixty_thousand_leaves_take_less_than_two_seconds():
