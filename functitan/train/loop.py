@@ -50,8 +50,6 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
         meter = Meter(run.steps, task.source.batch(0)["tokens"].numel())
         for step in range(run.steps):
             state, metrics = steps.train(state, to_device(task.source.batch(step), steps.device))
-            if step == 0:
-                _say_compiled(steps, progress)
             done = step + 1
             if step == 0 or done % run.log_every == 0 or done == run.steps:
                 rows.append(_numbers(metrics))
@@ -59,6 +57,8 @@ def train(task: Task, steps: Steps | None = None, progress: Progress | None = No
                 speed = meter.tokens_per_second
                 folder.row(done, rows[-1] | ({"tokens_per_second": speed} if speed is not None else {}))
                 progress.update(done, progress_text(done, run.steps, rows[-1], speed, meter.seconds_left))
+                if step == 0:
+                    _say_compiled(steps, progress)
                 try:
                     raise_nonfinite(state.opt)
                 except NonfiniteError:
