@@ -46,7 +46,7 @@ def test_every_split_equals_one_device(case):
 
 
 def moves(f, *arrays, conflicts="error"):
-    program = ft.compile(f, mesh=MESH, conflicts=conflicts).lower(*arrays)
+    program = ft.compile(f, mesh=MESH, conflicts=conflicts, passes=ft.Passes.off()).lower(*arrays)
     return [(c.kind, c.nbytes) for c in program.collectives()]
 
 
