@@ -58,6 +58,7 @@ def masked(text):
     text = re.sub(r"(allowed [^)]*\)) at .*", r"\1 at #", text)
     text = re.sub(r" *\d+ tokens/s", " # tokens/s", text)
     text = re.sub(r"\d+:\d\d left", "#:## left", text)
+    text = re.sub(r"was compiled in .*", "was compiled in #", text)
     return re.sub(r"(peak memory|run folder) +.*", r"\1 #", text)
 
 
