@@ -8,8 +8,10 @@ import torch
 
 from functitan import random, tree
 from functitan.data import Batch
+from functitan.errors import ConfigError
 from functitan.optim.evaluation import eval_params, has_eval_params
 from functitan.runtime.compiled import compile
+from functitan.sharding import processes
 from functitan.sharding.array import Array, on_mesh
 from functitan.sharding.mesh import make_mesh
 from functitan.train.abstract import compile_step, mesh_axes
@@ -25,8 +27,16 @@ def build_steps(task: Task) -> Steps:
 
     Raises:
         ShardingError: a mesh that needs more processes than run, or that does not fit the model.
-        ConfigError: a device that this machine lacks.
+        ConfigError: a device that this machine lacks; several processes that would each train by themselves.
     """
+    running = processes.world()
+    if running > 1 and (task.simulate or not task.mesh):
+        why = "the run simulates its mesh in one process" if task.simulate else "the run has no mesh"
+        instead = "leave simulate out" if task.simulate else f"lay one over them, such as --mesh fsdp={running}"
+        raise ConfigError(
+            f"{running} processes run, and {why}: each would train the same model by itself. Start one process, or "
+            f"{instead}."
+        )
     return _on_mesh(task) if task.mesh or task.run.backend != "eager" else _on_one_device(task)
 
 

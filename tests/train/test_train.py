@@ -110,6 +110,20 @@ def test_a_mesh_or_device_that_is_not_there_is_refused_before_a_folder_is_made(r
     assert resolve_device("cpu") == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ([], "the run has no mesh: each would train the same model by itself. .* --mesh fsdp=2"),
+        (["mesh.fsdp=2", "simulate=true"], "simulates its mesh in one process: .* leave simulate out"),
+    ],
+    ids=["no mesh", "simulated"],
+)
+def test_processes_that_would_each_train_by_themselves_are_refused(recipe, corpus, monkeypatch, settings, said):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=f"^2 processes run, and .*{said}"):
+        build_steps(override(recipe, settings).task(corpus))
+
+
 def test_validation_is_total_by_count_not_a_mean_of_means():
     """Report B02: pairs 2/1 and 90/9 are 9.2, not 6.0."""
     pairs = iter([(2.0, 1), (90.0, 9)])
