@@ -466,6 +466,7 @@ def test_wrong_override():
         "2 problems in the settings:\n"
         '  1. there is no setting "optim.lrr" in recipe llama3-debug; there are optim.lr, optim.warmup, '
         "optim.decay_ratio, optim.decay, optim.min_factor, optim.b1, optim.b2, optim.eps, optim.weight_decay, "
-        'optim.max_norm. Did you mean "optim.lr"?\n'
+        "optim.rule, optim.ema, optim.qk_clip, optim.max_norm, optim.nonfinite, optim.state_dtype, "
+        'optim.state_stochastic, optim.state_block. Did you mean "optim.lr"?\n'
         '  2. run.steps: "1.5" is not a whole number; it takes int.'
     )
