@@ -136,12 +136,7 @@ def muon(
         more.append(
             f'as_torch=True with momentum_form="{momentum_form}": torch.optim.Muon has the form "ema". Write it.'
         )
-    if gram and (layout in ("stacked", "gathered") or not set(gram) <= set(axes)):
-        more.append(
-            f"gram={tuple(gram)} with layout={layout!r} and axes={tuple(axes)}: name axes of axes, and take "
-            'layout="owned" or None.'
-        )
-    check_settings("muon", scale, layout, axes, convs or {}, more)
+    check_settings("muon", scale, layout, axes, convs or {}, gram, more)
     orthogonalize = Orthogonalize(
         rule="muon",
         schedule=coefficients(schedule),

@@ -69,12 +69,14 @@ def normuon(
     layout: Layout | None = None,
     axes: Sequence[str] = (),
     wire_dtype: torch.dtype | None = None,
+    bucket_bytes: int = 64 << 20,
+    gram: Sequence[str] = (),
 ) -> GradientTransformation:
     """:func:`functitan.optim.muon` with a second moment per neuron.
 
     Args:
         lr, momentum, nesterov, momentum_form, weight_decay, schedule, scale, ns_dtype, blocks, convs, layout, axes,
-            wire_dtype: as for :func:`functitan.optim.muon`.
+            wire_dtype, bucket_bytes, gram: as for :func:`functitan.optim.muon`.
         b2: the decay rate of the second moment.
         eps: added to its root.
         ns_eps: the ``eps`` of the orthogonalisation.
@@ -91,7 +93,7 @@ def normuon(
     {'w': tensor([[-0.1108, -0.0000],
             [-0.0000, -0.1108]])}
     """
-    check_settings("normuon", scale, layout, axes, convs or {}, form_problems(momentum_form))
+    check_settings("normuon", scale, layout, axes, convs or {}, gram, form_problems(momentum_form))
     orthogonalize = Orthogonalize(
         rule="normuon",
         schedule=coefficients(schedule),
@@ -103,6 +105,8 @@ def normuon(
         layout=layout,
         axes=tuple(axes),
         wire_dtype=ns_dtype if wire_dtype is None else wire_dtype,
+        bucket_bytes=bucket_bytes,
+        gram=tuple(gram),
     )
 
     def init(params: PyTree) -> NorMuonState:

@@ -167,7 +167,13 @@ class Orthogonalize:
 
 
 def check_settings(
-    rule: str, scale: str, layout: str | None, axes: Sequence[str], convs: Mapping[str, int], more: Iterable[str] = ()
+    rule: str,
+    scale: str,
+    layout: str | None,
+    axes: Sequence[str],
+    convs: Mapping[str, int],
+    gram: Sequence[str] = (),
+    more: Iterable[str] = (),
 ) -> None:
     """Raise one ArgumentError for all settings that do not exist or fit, ``more`` included."""
     problems = list(more)
@@ -183,6 +189,11 @@ def check_settings(
     elif layout == "gathered" and axes:
         problems.append(
             f'axes={tuple(axes)} with layout="gathered", where every rank has every matrix. Leave axes out.'
+        )
+    if gram and (layout in ("stacked", "gathered") or not set(gram) <= set(axes)):
+        problems.append(
+            f"gram={tuple(gram)} with layout={layout!r} and axes={tuple(axes)}: name axes of axes, and take "
+            'layout="owned" or None.'
         )
     for pattern, kernel in convs.items():
         if kernel < 1:

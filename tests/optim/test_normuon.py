@@ -99,11 +99,16 @@ SPECS = {
 }  # fmt: skip
 
 
-def test_a_mesh_gives_the_numbers_of_one_device():
+@pytest.mark.parametrize(
+    "spread_by",
+    [{"layout": "stacked"}, {"layout": "owned", "bucket_bytes": 1 << 10, "gram": ("tensor",)}],
+    ids=["stacked", "owned"],
+)
+def test_a_mesh_gives_the_numbers_of_one_device(spread_by):
     """Norms are those of the global matrix: rescaled per shard, columns would depend on the number of ranks."""
     mesh = mesh_of(fsdp=2, tensor=2)
     params, *grads = ({k: normal(s, 7 * i + len(k)).double() for k, s in SHAPES.items()} for i in range(4))
-    rule = _rule(blocks=BLOCKS, convs={"conv": 2}, layout="stacked", axes=("fsdp", "tensor"))
+    rule = _rule(blocks=BLOCKS, convs={"conv": 2}, axes=("fsdp", "tensor"), **spread_by)
     expected = _run(rule, params, grads)
     put = lambda values: {k: ft.device_put(x, SPECS[k], mesh) for k, x in values.items()}  # noqa: E731
     spread, state = put(params), ft.compile(rule.init, mesh=mesh)(put(params))
