@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from functitan.recipes import Recipe, load_recipe, override, parse_mesh, with_mesh
+from functitan.recipes import Recipe, load_recipe, override, parse_mesh
 
 
 def chosen_recipe(
@@ -24,8 +24,4 @@ def chosen_recipe(
     """
     flags = {"simulate": simulate, "run.steps": steps, "run.device": device, "run.backend": backend}
     settings = [*(set_ or ()), *(f"{path}={value}" for path, value in flags.items() if value is not None)]
-    recipe = load_recipe(name)
-    if mesh is not None:
-        # Before the settings: --set mesh.tensor=4 changes one axis of the mesh that was asked for.
-        recipe = with_mesh(recipe, parse_mesh(mesh))
-    return override(recipe, settings)
+    return override(load_recipe(name), settings, None if mesh is None else parse_mesh(mesh))

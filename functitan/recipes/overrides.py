@@ -16,17 +16,22 @@ from functitan.recipes.parse import kind_text, parse_value
 from functitan.sharding import Rules
 
 
-def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
+def override(recipe: Recipe, settings: Iterable[str], mesh: Mapping[str, int] | None = None) -> Recipe:
     """The recipe with fields set from ``path=value`` texts; a later one wins over an earlier one.
 
     Paths: a field of any part (``optim.lr``, ``model.layers``), ``mesh.<axis>`` for an axis that the rules
     name, ``rules.<logical axis>`` and ``rules.storage.<logical axis>`` with an axis, several joined by
     commas, or none.
 
+    Args:
+        recipe: stays as it is.
+        settings: the texts.
+        mesh: takes the place of the recipe's mesh, together with the settings, which may change an axis of it.
+
     Raises:
         ConfigError: names all unknown fields, with suggestions, and all values that do not fit.
     """
-    problems: list[str] = []
+    problems = [_unknown_axis(recipe, axis) for axis in mesh or () if axis not in rule_axes(recipe.rules)]
     found: dict[str, Any] = {}
     for text in settings:
         path, equals, value = text.partition("=")
@@ -38,7 +43,11 @@ def override(recipe: Recipe, settings: Iterable[str]) -> Recipe:
         except ConfigError as error:
             problems.append(str(error))
     raise_batch(ConfigError, problems, "the settings")
-    return _apply(recipe, {tuple(path.split(".")): value for path, value in found.items()})
+    changes = {tuple(path.split(".")): value for path, value in found.items()}
+    if mesh is not None:
+        axes = {names[1]: changes.pop(names) for names in list(changes) if names[0] == "mesh"}
+        changes[("mesh",)] = {**mesh, **axes}
+    return _apply(recipe, changes)
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -69,9 +78,7 @@ def with_mesh(recipe: Recipe, sizes: Mapping[str, int]) -> Recipe:
     Raises:
         ConfigError: an axis that no rule of the recipe names: it would only repeat the work.
     """
-    problems = [_unknown_axis(recipe, axis) for axis in sizes if axis not in rule_axes(recipe.rules)]
-    raise_batch(ConfigError, problems, "the mesh")
-    return recipe.replace(mesh=dict(sizes))
+    return override(recipe, (), sizes)
 
 
 def rule_axes(rules: Rules) -> list[str]:

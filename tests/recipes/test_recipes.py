@@ -125,6 +125,14 @@ def test_a_batch_that_the_mesh_cannot_split(debug):
         with_mesh(debug, {"fsdp": 3})
 
 
+def test_a_mesh_and_settings_that_only_fit_each_other(debug):
+    found = override(debug, ["data.batch=6", "mesh.tensor=2"], {"fsdp": 3})
+    assert (found.data.batch, found.mesh) == (6, {"fsdp": 3, "tensor": 2})
+    with pytest.raises(ConfigError) as e:
+        override(debug, ["data.batsh=6"], {"fsp": 3})
+    assert '"fsp" is named by no rule' in str(e.value) and "data.batsh" in str(e.value)
+
+
 def test_a_batch_that_microbatches_cannot_split(debug):
     with pytest.raises(ConfigError, match=r"data\.batch=8 is not divisible by run\.microbatches=3\. .*multiple of 3"):
         override(debug, ["run.microbatches=3"])
