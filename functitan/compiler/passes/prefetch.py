@@ -40,9 +40,10 @@ def prefetch(program: Program, settings: Passes) -> tuple[Program, list[str]]:
         parts = []
         if gathers:
             times = f"{settings.prefetch} {of if settings.prefetch > 1 else step}"
-            parts.append(f"{gathers} gathers are started {times} ahead")
+            parts.append(f"{gathers} {'gathers are' if gathers > 1 else 'gather is'} started {times} ahead")
         if reductions:
-            parts.append(f"{reductions} reductions of gradients are waited for one {step} later")
+            which = "reductions of gradients are" if reductions > 1 else "reduction of gradients is"
+            parts.append(f"{reductions} {which} waited for one {step} later")
         bodies[name] = cut
         if parts:
             changes.append(f"{names[name]}: {', '.join(parts)}")

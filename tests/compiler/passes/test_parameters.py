@@ -140,7 +140,7 @@ def test_what_changed_is_recorded():
     bucket, prefetch = (r for r in lowered(fsdp=4, passes=BOTH).passes if r.name in ("bucket", "prefetch"))
     assert "block: 2 all_gather fsdp as one of 12.0 KiB: state/params/{up,down}" in bucket.changes
     assert prefetch.changes == (
-        "block: 2 gathers are started 2 steps ahead, 1 reductions of gradients are waited for one step later",
+        "block: 2 gathers are started 2 steps ahead, 1 reduction of gradients is waited for one step later",
     )
 
 
