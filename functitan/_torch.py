@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -199,6 +200,10 @@ class MissingCompilerError(Exception):
     """Inductor found no C++ compiler."""
 
 
+class FailedCompilerError(Exception):
+    """The C++ compiler failed on a kernel of inductor's; with its command and what it said."""
+
+
 def compile_graph(module: torch.fx.GraphModule, values: Sequence[torch.Tensor]) -> Callable[..., Any]:
     """A graph compiled by inductor for inputs like these (fake) values; a function of its inputs, without guards."""
     from torch._inductor import standalone_compile
@@ -213,6 +218,50 @@ def compile_graph(module: torch.fx.GraphModule, values: Sequence[torch.Tensor]) 
                 raise MissingCompilerError(str(cause)) from None
             cause = cause.__cause__ or cause.__context__
         raise
+
+
+@contextlib.contextmanager
+def kernels_built_together() -> Iterator[None]:
+    """Graphs that this thread compiles inside have their kernels when it ends, and must not be called before.
+
+    So C++ compilers work on the kernels of one graph while inductor works on the next.
+
+    Raises:
+        FailedCompilerError: a kernel could not be built.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.exc import CppCompileError
+
+    mine, wait = threading.get_ident(), AsyncCompile.wait
+    late: list[tuple[AsyncCompile, dict[str, Any]]] = []
+
+    def later(self: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == mine:
+            late.append((self, scope))
+        else:
+            wait(self, scope)
+
+    AsyncCompile.wait = later
+    try:
+        yield
+    finally:
+        AsyncCompile.wait = wait
+    try:
+        for kernels, scope in late:
+            wait(kernels, scope)
+    except CppCompileError as error:
+        raise FailedCompilerError(str(error)) from None
+
+
+def prepare_inductor() -> None:
+    """Import inductor, and have it try out the C++ compiler in a thread, which takes seconds where nothing is cached."""
+    from torch._inductor import cpu_vec_isa
+
+    def try_out() -> None:
+        with contextlib.suppress(Exception):  # whoever compiles meets it again
+            cpu_vec_isa.pick_vec_isa()
+
+    threading.Thread(target=try_out, name="functitan-inductor", daemon=True).start()
 
 
 def inductor_cache_hits() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from functitan import tree
+from functitan import _torch, tree
 from functitan.compiler.donation import successors
 from functitan.compiler.lower import lower
 from functitan.compiler.passes import DEFAULT_PASSES, Passes
@@ -159,6 +159,8 @@ class Compiled:
             if self._max_traces is not None and len(self._programs) >= self._max_traces:
                 raise TraceError(self._retraced(key, [where for where, _, _ in rows]))
             begun = time.perf_counter()
+            if self._runs() is Inductor:
+                _torch.prepare_inductor()
             if signature not in self._traces:
                 self._traces[signature] = trace(self._f, args, names)
             program = lower(
@@ -185,13 +187,19 @@ class Compiled:
         owners = [i for i, arg in enumerate(args) for _ in tree.leaves(arg)]
         return tuple(leaf for leaf, i in enumerate(owners) if i in self._donated)
 
-    def _runner(self, program: Program) -> Any:
+    def _runs(self) -> type | None:
+        """What runs a program here; nothing does on an abstract mesh."""
         if self._mesh.kind == "abstract":
             return None
         if self._mesh.kind == "process" or self._mesh.size == 1:
-            kind = Inductor if self._backend == "inductor" else Eager
-            return kind(program, self._mesh.local_coordinates()[0])
-        return Lockstep(self._mesh, program.bodies)
+            return Inductor if self._backend == "inductor" else Eager
+        return Lockstep
+
+    def _runner(self, program: Program) -> Any:
+        kind = self._runs()
+        if kind is Lockstep:
+            return Lockstep(self._mesh, program.bodies)
+        return None if kind is None else kind(program, self._mesh.local_coordinates()[0])
 
     def _note(self, made: Compilation) -> None:
         """Keep and log what was made: the first program is expected, another one may be a mistake."""

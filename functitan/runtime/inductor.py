@@ -40,7 +40,19 @@ class Inductor(Eager):
         self._pieces: dict[Any, Callable[..., Any]] = {}
         views = holders(program)
         self._donation = (views, overwritable(program, views))
-        super().__init__(program, coordinates)
+        try:
+            with _torch.kernels_built_together():
+                super().__init__(program, coordinates)
+        except _torch.MissingCompilerError as error:
+            raise BackendError(
+                f'the backend "inductor" needs a C++ compiler, and none was found ({str(error).splitlines()[0]}). '
+                'Install one, or use backend="eager" (--backend eager).'
+            ) from None
+        except _torch.FailedCompilerError as error:
+            raise BackendError(
+                f'the C++ compiler failed on a kernel of the backend "inductor"; backend="eager" (--backend eager) needs '
+                f"none. {error}"
+            ) from None
 
     def _finish(self, graph: fx.Graph, name: str, env: dict[fx.Node, fx.Node]) -> fx.Graph:
         views: dict[fx.Node, set[fx.Node]] = {n: set() for n in graph.nodes}
@@ -114,13 +126,7 @@ def compiled(piece: Piece, name: str) -> Callable[..., Any]:
     fresh = [n for n in piece.outs if n not in piece.writes]
     graph.output(tuple(own[n] for n in fresh))
     values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-    try:
-        artifact = _torch.compile_graph(fx.GraphModule(torch.nn.Module(), graph), values)
-    except _torch.MissingCompilerError as error:
-        raise BackendError(
-            f'the backend "inductor" needs a C++ compiler, and none was found ({str(error).splitlines()[0]}). Install '
-            'one, or use backend="eager" (--backend eager).'
-        ) from None
+    artifact = _torch.compile_graph(fx.GraphModule(torch.nn.Module(), graph), values)
     call = _flat_call(artifact, piece) if piece.flat else _call(artifact, piece)
     call.__name__ = "compiled_" + "".join(c if c.isalnum() else "_" for c in name)
     return call

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.exc import CppCompileError
 
 import functitan as ft
 from functitan import _torch, tree
@@ -62,6 +66,53 @@ def test_equals_eager_and_compiles_each_graph_once(compiles: list[str]) -> None:
         compiled(found[0], x, torch.tensor(0.05))
         assert len(compiles) - before == counts[-1]
     assert counts[0] == counts[1]
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch, compiles: list[str]) -> list[int]:
+    """For each wait for the kernels of a graph, how many graphs inductor had worked on by then."""
+    found: list[int] = []
+    real = AsyncCompile.wait
+
+    def noted(self: AsyncCompile, scope: dict[str, object]) -> None:
+        found.append(len(compiles))
+        real(self, scope)
+
+    monkeypatch.setattr(AsyncCompile, "wait", noted)
+    return found
+
+
+def test_kernels_of_all_graphs_are_built_together(
+    waits: list[int], compiles: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    """The C++ compiler is at work on one graph's kernels beside inductor's work on the next."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    step, args = _step(2)
+    ft.compile(step, mesh=ft.make_mesh(MESH), backend="inductor")(*args)
+    assert len(compiles) > 2
+    # A graph of extern calls alone has no kernel to wait for, or waits in vain.
+    assert len(waits) > 1 and set(waits) == {len(compiles)}
+
+
+def test_kernels_of_other_threads_are_waited_for_at_once(waits: list[int]) -> None:
+    with _torch.kernels_built_together():
+        AsyncCompile().wait({})
+        assert waits == []
+        other = threading.Thread(target=AsyncCompile().wait, args=({},))
+        other.start()
+        other.join()
+        assert waits == [0]
+    assert waits == [0, 0]
+
+
+def test_a_compiler_that_fails_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(self: AsyncCompile, scope: dict[str, object]) -> None:
+        raise CppCompileError(["g++", "main.cpp"], "main.cpp: No space left on device")
+
+    monkeypatch.setattr(AsyncCompile, "wait", failing)
+    step, args = _step(2)
+    with pytest.raises(BackendError, match=r'(?s)failed on a kernel.*backend="eager".*g\+\+ main.cpp.*No space left'):
+        ft.compile(step, mesh=ft.make_mesh(MESH), backend="inductor")(*args)
 
 
 def test_no_compiler_is_named_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
