@@ -114,18 +114,20 @@ def compiled(piece: Piece, name: str) -> Callable[..., Any]:
     """A piece as a function of its operands, which are brought into the memory order that it was compiled for."""
     graph = fx.Graph()
     own: dict[fx.Node, fx.Node] = {}
-    fakes = _torch.flat_fakes([n.meta["val"] for n in piece.inputs]) if piece.flat else None
+    values = [n.meta["val"] for n in piece.inputs]
+    if piece.flat:
+        values = _torch.flat_fakes(values)
     for i, node in enumerate(piece.inputs):
         own[node] = graph.placeholder(f"input_{i}")
-        own[node].meta = {"val": node.meta["val"] if fakes is None else fakes[i]}
+        # Inductor takes symbols from here; what else it needs it finds out by itself.
+        own[node].meta = {"val": values[i]} if piece.flat else {}
     for node in piece.calls:
         own[node] = graph.node_copy(node, own.__getitem__)
-        own[node].meta = {} if piece.flat else {"val": node.meta["val"]}
+        own[node].meta = {}
     for out, place in piece.writes.items():
         graph.call_function(aten.copy_.default, (own[place], own[out]))
     fresh = [n for n in piece.outs if n not in piece.writes]
     graph.output(tuple(own[n] for n in fresh))
-    values = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
     artifact = _torch.compile_graph(fx.GraphModule(torch.nn.Module(), graph), values)
     call = _flat_call(artifact, piece) if piece.flat else _call(artifact, piece)
     call.__name__ = "compiled_" + "".join(c if c.isalnum() else "_" for c in name)
