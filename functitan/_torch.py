@@ -254,14 +254,17 @@ def kernels_built_together() -> Iterator[None]:
 
 
 def prepare_inductor() -> None:
-    """Import inductor, and have it try out the C++ compiler in a thread, which takes seconds where nothing is cached."""
-    from torch._inductor import cpu_vec_isa
+    """Import inductor, and have a thread do what it does once, outside of Python: hash torch's sources, try out the C++
+    compiler, and precompile its header."""
+    from torch._inductor import codecache
+    from torch.utils._filelock import FileLock as FileLock  # not first imported by two threads at once
 
-    def try_out() -> None:
+    def once() -> None:
         with contextlib.suppress(Exception):  # whoever compiles meets it again
-            cpu_vec_isa.pick_vec_isa()
+            codecache.torch_key()
+            codecache.CppPythonBindingsCodeCache.load_pybinding([], 'extern "C" void kernel() {}')
 
-    threading.Thread(target=try_out, name="functitan-inductor", daemon=True).start()
+    threading.Thread(target=once, name="functitan-inductor", daemon=True).start()
 
 
 def inductor_cache_hits() -> int:
