@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,19 @@ import torch
 import torch.distributed as dist
 
 from functitan import _torch
+from functitan.errors import ArgumentError
+from functitan.sharding import mailbox
+from functitan.sharding.shared_memory import SharedMemoryGroup
 
 if TYPE_CHECKING:
     from functitan.sharding.mesh import Mesh
 
 #: Seconds that a rank waits in a collective for the others before it gives up.
 TIMEOUT = float(os.environ.get("FUNCTITAN_TIMEOUT", "600"))
+#: How ranks on CPUs reach each other: through shared memory where all are on one machine ("auto"), or by gloo.
+TRANSPORT = os.environ.get("FUNCTITAN_TRANSPORT", "auto")
 _names: dict[tuple[tuple[tuple[str, int], ...], str], str] = {}
+_shared: list[SharedMemoryGroup] = []  # torch holds groups of Python without their Python part
 
 
 def world() -> int:
@@ -67,13 +74,28 @@ def bound_group(mesh: Mesh, name: str) -> str:
             rest = tuple(v for a, v in c.items() if a not in axes)
             rows.setdefault(rest, []).append((tuple(c[a] for a in axes), number))
         registered = f"functitan:{'x'.join(f'{a}{n}' for a, n in mesh.axes)}:{name}"
-        for row in rows.values():
-            members = [number for _, number in sorted(row)]
-            made = dist.new_group(members, timeout=timedelta(seconds=TIMEOUT))
-            if rank() in members:
-                _torch.register_group(registered, made)
+        groups = [[number for _, number in sorted(row)] for row in rows.values()]
+        _torch.register_group(registered, _joined(groups))
         _names[key] = registered
     return _names[key]
+
+
+def _joined(groups: list[list[int]]) -> dist.ProcessGroup:
+    """This rank's group of several that have no rank in common; every process of the job calls this with the same."""
+    own = next(members for members in groups if rank() in members)
+    if TRANSPORT not in ("auto", "gloo"):
+        raise ArgumentError(f'FUNCTITAN_TRANSPORT={TRANSPORT} is neither "auto" nor "gloo".')
+    if TRANSPORT == "auto" and not torch.cuda.is_available() and sys.platform == "linux":
+        listener = mailbox.Listener()
+        found: list[tuple[str, str]] = [("", "")] * world()
+        dist.all_gather_object(found, (mailbox.place(), listener.path))
+        if len({place for place, _ in found}) == 1:
+            links = listener.links(own.index(rank()), [found[number][1] for number in own])
+            _shared.append(SharedMemoryGroup(links, TIMEOUT))
+            return _shared[-1]
+        listener.close()
+    made = [dist.new_group(members, timeout=timedelta(seconds=TIMEOUT)) for members in groups]
+    return made[groups.index(own)]  # pyright: ignore[reportReturnType] (torch's: one that has this rank)
 
 
 def gather_parts(part: torch.Tensor) -> list[torch.Tensor]:

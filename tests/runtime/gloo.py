@@ -1,4 +1,4 @@
-"""Runs a module of this folder as several gloo processes on loopback, with a wall limit and no orphans."""
+"""Runs a module of this folder as several processes of one machine, with a wall limit and no orphans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def run_ranks(n: int, module: str, *arguments: str, limit: float = 240.0) -> list[str]:
+def run_ranks(n: int, module: str, *arguments: str, limit: float = 240.0, transport: str = "auto") -> list[str]:
     """Run ``python -m MODULE ARGUMENTS`` as ranks 0 to n - 1; their outputs in rank order.
 
     All are ended when one fails or the limit is over; that is an AssertionError with the output of the one that failed.
@@ -32,6 +32,7 @@ def run_ranks(n: int, module: str, *arguments: str, limit: float = 240.0) -> lis
         "WORLD_SIZE": str(n),
         "OMP_NUM_THREADS": "1",
         "FUNCTITAN_TIMEOUT": str(limit),
+        "FUNCTITAN_TRANSPORT": transport,
     }
     ranks = [
         subprocess.Popen(

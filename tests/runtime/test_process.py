@@ -1,4 +1,4 @@
-"""Process meshes over gloo equal the simulated mesh."""
+"""Process meshes equal the simulated mesh, through shared memory and over gloo."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import pytest
 from tests.runtime.gloo import run_ranks
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=2", "tensor=2", "data=2"])
-def test_two_processes_equal_the_simulated_mesh_bit_for_bit(mesh: str) -> None:
-    """With two addends a sum has one order, so the bits are equal too."""
-    run_ranks(2, "tests.runtime.ranks_llama", mesh, "float32", "0", "1")
+@pytest.mark.parametrize(
+    ("mesh", "transport"), [("fsdp=2", "gloo"), ("tensor=2", "gloo"), ("tensor=2", "auto"), ("data=2", "auto")]
+)
+def test_two_processes_equal_the_simulated_mesh_bit_for_bit(mesh: str, transport: str) -> None:
+    """With two addends a sum has one order, so the bits are equal over gloo too."""
+    run_ranks(2, "tests.runtime.ranks_llama", mesh, "float32", "0", "1", transport=transport)
 
 
 @pytest.mark.parametrize("pending", [[], ["fsdp"]], ids=["sharded", "pending"])
@@ -25,20 +27,22 @@ def test_microbatches_on_two_processes(pending: list[str]) -> None:
     run_ranks(2, "tests.runtime.ranks_llama", "fsdp=2", "float32", "0", "2", *pending)
 
 
-def test_four_processes_equal_the_simulated_mesh() -> None:
+@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tensor=2"])
+def test_four_processes_equal_the_simulated_mesh_bit_for_bit(mesh: str) -> None:
+    run_ranks(4, "tests.runtime.ranks_llama", mesh, "float32", "0", "1")
+
+
+def test_four_processes_over_gloo_equal_the_simulated_mesh() -> None:
     """Gloo adds up four parts in another order."""
-    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=4", "float64", "1e-12", "1")
+    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=4", "float64", "1e-12", "1", transport="gloo")
 
 
-def test_two_axes_of_two() -> None:
-    """Every sum is over two ranks, over one axis after the other."""
-    run_ranks(4, "tests.runtime.ranks_llama", "fsdp=2,tensor=2", "float64", "1e-12", "1")
-
-
-@pytest.mark.parametrize(("mesh", "dtype"), [("data=2,tensor=2", "float32"), ("tensor=4", "int64")])
-def test_programs_that_only_move_data_on_four_processes(mesh: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "transport"), [("data=2,tensor=2", "float32", "gloo"), ("tensor=4", "int64", "auto")]
+)
+def test_programs_that_only_move_data_on_four_processes(mesh: str, dtype: str, transport: str) -> None:
     """Every way to lay a value over the mesh, and exchanges in bodies: the same bits."""
-    run_ranks(4, "tests.runtime.ranks_moves", mesh, dtype)
+    run_ranks(4, "tests.runtime.ranks_moves", mesh, dtype, transport=transport)
 
 
 def _functitan(*arguments: str, folder: Path) -> subprocess.Popen[str]:
