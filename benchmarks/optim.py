@@ -5,6 +5,7 @@ python -m benchmarks.optim [counts | processes]
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from functitan.optim.newton_schulz import newton_schulz_flops
 from functitan.sharding.array import abstract_array
 from functitan.sharding.logical import layout_of
 from functitan.sharding.mesh import Mesh
-from functitan.sharding.ownership import plan
+from functitan.sharding.planner import plan
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -83,7 +84,7 @@ def lowered(rule: ft.optim.GradientTransformation, shapes: Shapes, mesh: Mesh) -
 
 
 def counts() -> None:
-    """Operations, bytes and collectives of a step per rank, bfloat16 on the wire."""
+    """Operations, bytes and collectives of a step per rank, bfloat16 on the wire; the most parts of a rank in a stage."""
     rows: list[tuple[object, ...]] = [
         (
             "model",
@@ -95,6 +96,7 @@ def counts() -> None:
             "sent, mean",
             "got, most",
             "collectives",
+            "stage",
             "plan",
         )
     ]
@@ -104,7 +106,7 @@ def counts() -> None:
             mesh = ft.abstract_mesh({"expert": expert, "fsdp": ranks // expert})
             for layout, rule in RULES.items():
                 rows.append((model, ranks, layout, *_row(rule, shapes, mesh)))
-    print(columns(rows, right=range(3, 10), width=140))
+    print(columns(rows, right=range(3, 11), width=150))
 
 
 def _row(rule: ft.optim.GradientTransformation, shapes: Shapes, mesh: Mesh) -> tuple[object, ...]:
@@ -119,12 +121,17 @@ def _row(rule: ft.optim.GradientTransformation, shapes: Shapes, mesh: Mesh) -> t
         whole = sum(newton_schulz_flops(s, 5) for s in shapes.values())
         return (f"{work / 1e12:.1f}", f"{work * mesh.size / whole:.2f}", "", human_bytes(sent.total), "", sent.runs)
     (made,) = plans
-    start = time.perf_counter()
+    start = time.process_time()
     plan(made.leaves, dict(made.sizes), itemsize=made.itemsize, bucket_bytes=64 << 20)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     got = max(a + b for a, b in zip(made.received("in"), made.received("out"), strict=True))
     cells = (f"{work / 1e12:.1f}", f"{made.balance:.2f}", f"{made.bound:.2f}", human_bytes(sent.total))
-    return (*cells, human_bytes(got), sent.runs, f"{seconds * 1000:.0f} ms")
+    stages = [
+        sum(b.sent // math.prod(dict(made.sizes)[a] for a in b.copies) for b in map(made.buckets.__getitem__, rows))
+        for rows in made.stages()
+    ]
+    stage = human_bytes(max(stages) * made.itemsize)
+    return (*cells, human_bytes(got), sent.runs, stage, f"{seconds * 1000:.0f} ms")
 
 
 # --- processes -----------------------------------------------------------------------------------------------------

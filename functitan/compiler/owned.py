@@ -17,7 +17,10 @@ from typing import Any, Literal
 import torch
 
 from functitan.ops.orthogonalize import Parts, Spread, orthogonalize_op
-from functitan.sharding.ownership import Bucket, Plan
+from functitan.sharding.ownership import Bucket, Plan, number
+
+#: A rank's group, and its number there.
+Place = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,19 +42,19 @@ class Part:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes whose coordinates the part takes."""
-        return (*self.what.copies, *self.what.split)
+        return (*self.what.apart, *self.what.axes)
 
-    def number(self, coordinates: Sequence[Any]) -> int:
-        """The rank in its group."""
-        sizes, found = dict(self.plan.sizes), 0
-        for axis, index in zip(self.axes, coordinates, strict=True):
-            found = found * sizes[axis] + int(index)
-        return found
+    def place(self, coordinates: Sequence[Any]) -> Place:
+        """The rank's group, and its number there."""
+        at = dict(zip(self.axes, map(int, coordinates), strict=True))
+        sizes = dict(self.plan.sizes)
+        return number(at, self.what.apart, sizes), number(at, self.what.axes, sizes)
 
-    def mine(self, number: int) -> list[list[int]]:
+    def mine(self, place: Place) -> list[list[int]]:
         """The matrices of every run that a rank owns, counted within the run."""
-        owners = iter(self.what.owners)
-        return [[k for k in range(run.stop - run.start) if next(owners) == number] for run in self.what.runs]
+        group, own = place
+        owners = iter(self.what.owners[group])
+        return [[k for k in range(run.stop - run.start) if next(owners) == own] for run in self.what.runs]
 
     def piece(self, run: int) -> tuple[int, int]:
         """Rows and columns of a rank's part of a matrix."""
@@ -60,19 +63,24 @@ class Part:
         return leaf.shape[0] // ways[0], leaf.shape[1] // ways[1]
 
     @property
+    def most(self) -> int:
+        """The most elements that a rank's part of what another owns has."""
+        return max(max(row) for row in self.what.elements)
+
+    @property
     def pieces(self) -> int:
         """In how many parts a matrix is."""
         return math.prod(dict(self.plan.sizes)[a] for a in self.what.split)
 
-    def peers(self, number: int) -> slice:
-        """The ranks that hold the other parts of this rank's copy."""
-        first = number // self.pieces * self.pieces
+    def peers(self, own: int) -> slice:
+        """The ranks of the group that hold the other parts of a rank's copy."""
+        first = own // self.pieces * self.pieces
         return slice(first, first + self.pieces)
 
-    def order(self, owners: range) -> list[tuple[int, int]]:
+    def order(self, group: int, owners: range) -> list[tuple[int, int]]:
         """Run and matrix, by owner: the order on the wire."""
         by_owner: dict[int, list[tuple[int, int]]] = {}
-        chosen = iter(self.what.owners)
+        chosen = iter(self.what.owners[group])
         for i, run in enumerate(self.what.runs):
             for k in range(run.stop - run.start):
                 by_owner.setdefault(next(chosen), []).append((i, k))
@@ -85,14 +93,15 @@ class Pack(Part):
     __name__ = "pack"
 
     def __call__(self, xs: Sequence[torch.Tensor], *coordinates: Any) -> torch.Tensor:
-        to = self.peers(self.number(coordinates))
-        parts = [xs[i][k].reshape(-1) for i, k in self.order(range(to.start, to.stop))]
+        group, own = self.place(coordinates)
+        to = self.peers(own)
+        parts = [xs[i][k].reshape(-1) for i, k in self.order(group, range(to.start, to.stop))]
         return torch.cat(parts) if parts else xs[0].new_empty(0)
 
     def size(self) -> int:
         """The most elements that a rank sends."""
-        elements, s = self.what.elements, self.pieces
-        return max(sum(elements[d : d + s]) for d in range(0, len(elements), s))
+        s = self.pieces
+        return max(sum(row[d : d + s]) for row in self.what.elements for d in range(0, len(row), s))
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,24 +121,25 @@ class Exchange(Part):
     @property
     def group(self) -> tuple[str, ...]:
         """The axes of the ranks that exchange."""
-        return self.what.split if self.way == "in" else self.axes
+        return self.what.split if self.way == "in" else self.what.axes
 
-    def splits(self, number: int) -> tuple[list[int], list[int]]:
+    def splits(self, place: Place) -> tuple[list[int], list[int]]:
         """How many elements a rank gets from, and sends to, each rank of the group."""
-        own, elements = self.what.elements[number], list(self.what.elements)
+        group, own = place
+        elements = list(self.what.elements[group])
         if self.way == "in":
-            return [own] * self.pieces, elements[self.peers(number)]
-        return elements, [own] * len(elements)
+            return [elements[own]] * self.pieces, elements[self.peers(own)]
+        return elements, [elements[own]] * len(elements)
 
     def size(self) -> int:
         """The most elements that a rank gets."""
-        return max(self.what.elements) * self.pieces if self.way == "in" else sum(self.what.elements)
+        return self.most * self.pieces if self.way == "in" else self.what.sent
 
     def nbytes(self, itemsize: int) -> int:
         """Bytes that a rank sends to others, the mean over ranks."""
-        ranks = len(self.what.elements)
+        ranks = self.what.ranks
         copies = self.pieces if self.way == "in" else ranks
-        return math.ceil(sum(self.what.elements) * (copies - 1) * itemsize / ranks)
+        return math.ceil(self.what.sent * (copies - 1) * itemsize / ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +163,7 @@ class Orthogonalize(Part):
     ) -> torch.Tensor:
         found, first = [], 0
         received_ST = received.view(self.pieces, -1)
-        for i, mine in enumerate(self.mine(self.number(coordinates))):
+        for i, mine in enumerate(self.mine(self.place(coordinates))):
             if not mine:
                 continue
             m, c = self.piece(i)
@@ -165,7 +175,7 @@ class Orthogonalize(Part):
             found.append(self._parted(out_NMC, i))
             first = last
         out_ST = torch.cat(found, dim=1) if found else received_ST
-        copies = len(self.what.elements) // self.pieces
+        copies = self.what.ranks // self.pieces
         return out_ST.reshape(-1).repeat(copies)
 
     def _dims(self, run: int) -> tuple[list[int], list[int], list[int]]:
@@ -193,25 +203,23 @@ class Orthogonalize(Part):
 
     def size(self) -> int:
         """The most elements that a rank sends back."""
-        return max(self.what.elements) * len(self.what.elements)
+        return self.most * self.what.ranks
 
     @property
     def flops(self) -> int:
         """Operations of the rank that has most to do in the whole plan."""
-        at: dict[str, int] = {}
-        rest = self.plan.heaviest
-        for axis, n in reversed(self.plan.sizes):
-            rest, at[axis] = divmod(rest, n)
-        return self.what.flops[self.plan.rank(at, self.axes)]
+        group, own = self.plan.places(self.what)[self.plan.heaviest]
+        return self.what.flops[group][own]
 
 
 class Unpack(Part):
-    """What the rank got back, flat, by owner -> runs [N, m, c]."""
+    """(what the rank got back, flat, by owner, coordinates) -> runs [N, m, c]."""
 
     __name__ = "unpack"
 
-    def __call__(self, received: torch.Tensor) -> list[torch.Tensor]:
-        order = self.order(range(len(self.what.elements)))
+    def __call__(self, received: torch.Tensor, *coordinates: Any) -> list[torch.Tensor]:
+        group, _ = self.place(coordinates)
+        order = self.order(group, range(self.what.ranks))
         shapes = [self.piece(i) for i, _ in order]
         parts = dict(zip(order, received.split([m * c for m, c in shapes]), strict=True))
         return [

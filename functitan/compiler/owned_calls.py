@@ -1,7 +1,7 @@
 """How an orthogonalisation of many leaves is lowered: matrices go to their owners and back, in buckets.
 
-A bucket is packed, exchanged, worked on, exchanged back and unpacked. The next bucket is under way before this one is
-worked on, and results are waited for one bucket late, so that at most two buckets are held at a time.
+A bucket is packed, exchanged, worked on, exchanged back and unpacked. The next stage's buckets are under way before
+those of this one are worked on, and results are waited for one stage late, so that at most two stages are held at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from functitan.errors import listed
 from functitan.ops.orthogonalize import Spread, matrix_flops, orthogonalize_op
 from functitan.sharding.layout import Layout, replicated, without
 from functitan.sharding.op_rules.base import Call, Decompose, Operand
-from functitan.sharding.ownership import Leaf, Plan, plan
+from functitan.sharding.ownership import Leaf, Plan
+from functitan.sharding.planner import plan
 
 if TYPE_CHECKING:
     from functitan.compiler.propagate import Propagator
@@ -138,23 +139,17 @@ class _Work:
             i: _reshaped(emitter, xs[index[i]], [leaf.count, *_piece(made, i)]) for i, leaf in enumerate(made.leaves)
         }
         blocks = tuple(self.spread.blocks[i] for i in index)
-        stages = [_Stage(emitter, made, j, flat, blocks, self.call) for j in range(len(made.buckets))]
+        stages = [[_Moved(emitter, made, j, flat, blocks, self.call) for j in rows] for rows in made.stages()]
         rows: dict[int, list[fx.Node]] = {}
-
-        def finish(stage: _Stage) -> None:
-            for run, part in zip(stage.bucket.runs, stage.results(), strict=True):
-                rows.setdefault(run.leaf, []).append(part)
-
         for j, stage in enumerate(stages):
-            if j == 0:
-                stage.start()
-            if j + 1 < len(stages):
-                stages[j + 1].start()
-            stage.work()
-            if j:
-                finish(stages[j - 1])
-        if stages:
-            finish(stages[-1])
+            for bucket in [*(stage if j == 0 else []), *(stages[j + 1] if j + 1 < len(stages) else [])]:
+                bucket.start()
+            for bucket in stage:
+                bucket.work()
+            # Those of the stage before are back by now; the last have nothing else to wait beside.
+            for bucket in [*(stages[j - 1] if j else []), *(stage if j + 1 == len(stages) else [])]:
+                for run, part in zip(bucket.what.runs, bucket.results(), strict=True):
+                    rows.setdefault(run.leaf, []).append(part)
         for i, parts in rows.items():
             joined = parts[0] if len(parts) == 1 else emitter.call(aten.cat.default, parts)
             out[index[i]] = _reshaped(emitter, joined, self.layouts[index[i]].local_shape)
@@ -179,20 +174,20 @@ def _reshaped(emitter: Emitter, x: fx.Node, shape: Sequence[int]) -> fx.Node:
     return emitter.call(aten.reshape.default, x, list(shape))
 
 
-class _Stage:
+class _Moved:
     """One bucket's way through the graph."""
 
     def __init__(
         self, emitter: Emitter, made: Plan, number: int, flat: dict[int, fx.Node], blocks: Any, call: Call
     ) -> None:
         self.emitter, self.plan, self.number, self.call, self.blocks = emitter, made, number, call, blocks
-        self.bucket = made.buckets[number]
+        self.what = made.buckets[number]
         self._flat = flat
-        self._coordinates = [emitter.coordinates[a] for a in (*self.bucket.copies, *self.bucket.split)]
-        paths = list(dict.fromkeys(made.leaves[run.leaf].path for run in self.bucket.runs))
+        self._coordinates = [emitter.coordinates[a] for a in (*self.what.apart, *self.what.axes)]
+        paths = list(dict.fromkeys(made.leaves[run.leaf].path for run in self.what.runs))
         self._param = paths[0] if len(paths) == 1 else ""
-        self._what = f"{len(self.bucket.owners)} matrices of {listed(paths)}"
-        self._dtype = flat[self.bucket.runs[0].leaf].meta["val"].dtype
+        self._text = f"{len(self.what.owners[0])} matrices of {listed(paths)}"
+        self._dtype = flat[self.what.runs[0].leaf].meta["val"].dtype
         self._node: Any = None
 
     def start(self) -> None:
@@ -201,11 +196,11 @@ class _Stage:
             self._flat[run.leaf]
             if (run.start, run.stop) == (0, self.plan.leaves[run.leaf].count)
             else self.emitter.call(aten.slice.Tensor, self._flat[run.leaf], 0, run.start, run.stop)
-            for run in self.bucket.runs
+            for run in self.what.runs
         ]
         pack = Pack(self.plan, self.number)
         self._node = self._part(pack, pack.size(), runs)
-        if self.bucket.split:
+        if self.what.split:
             self._exchange("in")
 
     def work(self) -> None:
@@ -216,9 +211,9 @@ class _Stage:
 
     def results(self) -> list[fx.Node]:
         """The runs that came back."""
-        shapes = [(run.stop - run.start, *_piece(self.plan, run.leaf)) for run in self.bucket.runs]
+        shapes = [(run.stop - run.start, *_piece(self.plan, run.leaf)) for run in self.what.runs]
         vals = [self.emitter.fake(shape, self._dtype) for shape in shapes]
-        made = self.emitter.opaque(Unpack(self.plan, self.number), (self._waited(),), vals)
+        made = self.emitter.opaque(Unpack(self.plan, self.number), (self._waited(), *self._coordinates), vals)
         made.meta["owned"] = True
         return [self.emitter.call(operator.getitem, made, i) for i in range(len(shapes))]
 
@@ -234,7 +229,7 @@ class _Stage:
         nbytes = target.nbytes(self._dtype.itemsize)
         made.meta["collective"] = Move("all_to_all", target.group, before, after, 0, -1, nbytes)
         o = self.emitter.origin
-        why = f"{self._what} {'to their owners' if way == 'in' else 'back from their owners'}"
+        why = f"{self._text} {'to their owners' if way == 'in' else 'back from their owners'}"
         made.meta["origin"] = Origin(o.line, o.backward, why, self._param or o.param)
         self._node = made
 

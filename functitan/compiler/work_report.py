@@ -55,10 +55,11 @@ def work_text(program: Program) -> str:
 def plan_text(plan: Plan, mesh_ranks: int | None = None) -> str:
     """A plan as tables: what ranks have to do and get, and the buckets.
 
-    >>> from functitan.sharding.ownership import Leaf, plan
+    >>> from functitan.sharding.ownership import Leaf
+    >>> from functitan.sharding.planner import plan
     >>> rows = [Leaf("up", 3, (4, 6), ("fsdp",), (), (), 2560), Leaf("q", 1, (4, 4), ("fsdp",), (), (), 1920)]
     >>> print(plan_text(plan(rows, {"fsdp": 2}, itemsize=2, bucket_bytes=1 << 20)))
-    owned over fsdp=2: 4 matrices of 2 leaves, plan d0272998bc3b6815
+    owned over fsdp=2: 4 matrices of 2 leaves, plan 7cde6e69f3ad96d0
     most over mean operations 1.067, lower bound 1.067
     <BLANKLINE>
     per rank      least    mean    most
@@ -67,8 +68,8 @@ def plan_text(plan: Plan, mesh_ranks: int | None = None) -> str:
     received in    40 B    44 B    48 B
     back           40 B    44 B    48 B
     <BLANKLINE>
-    bucket  over  matrices  a rank's parts
-    0       fsdp         4            88 B
+    stage  over  groups  matrices of each  a rank's parts
+    0      fsdp       1                 4            88 B
     """
     over = ", ".join(f"{a}={n}" for a, n in plan.sizes)
     count = sum(plan.matrices())
@@ -87,13 +88,13 @@ def plan_text(plan: Plan, mesh_ranks: int | None = None) -> str:
         ("back", plan.received("out"), human_bytes),
     ):
         rows.append((what, shown(min(values)), shown(sum(values) / len(values)), shown(max(values))))
-    buckets: list[tuple[object, ...]] = [("bucket", "over", "matrices", "a rank's parts")]
-    for i, b in enumerate(plan.buckets):
-        sent = sum(b.elements) // math.prod(dict(plan.sizes)[a] for a in b.copies) * plan.itemsize
-        buckets.append((i, "+".join((*b.copies, *b.split)), len(b.owners), human_bytes(sent)))
+    buckets: list[tuple[object, ...]] = [("stage", "over", "groups", "matrices of each", "a rank's parts")]
+    for b in plan.buckets:
+        sent = b.sent // math.prod(dict(plan.sizes)[a] for a in b.copies) * plan.itemsize
+        buckets.append((b.stage, "+".join(b.axes), len(b.owners), len(b.owners[0]), human_bytes(sent)))
     tables = [columns(rows, right=(1, 2, 3))]
     if plan.buckets:
-        tables.append(columns(buckets, right=(2, 3)))
+        tables.append(columns(buckets, right=(2, 3, 4)))
     return "\n\n".join(["\n".join(head), *tables])
 
 

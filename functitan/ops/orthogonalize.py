@@ -29,7 +29,7 @@ class Spread:
         blocks: of the leaves.
         axes: mesh axes of the ranks that share the work; empty for matrices that are worked on where they are.
         layout: "owned", or "auto" for the one of stacked and owned with the lower maximal load.
-        bucket_bytes: about what a rank sends in one exchange, and no less than what gives each rank a matrix.
+        bucket_bytes: about what a rank sends at a time, and no less than keeps all ranks at work.
         gram: axes of ``axes`` along which matrices may stay split on their long side where that costs less.
     """
 

@@ -77,8 +77,8 @@ def muon(
     repeats another's. Name all that split the matrices; one that is left out is gathered.
 
     - ``layout="owned"`` gives each matrix to one rank, longest processing time first, so any number of any shapes is
-      spread evenly. They go there in buckets, one all-to-all of uneven parts for each, while the bucket before is worked
-      on, and results go back the same way.
+      spread evenly. They go there in stages, by one all-to-all of uneven parts each (and one more for matrices that
+      fewer ranks share, such as experts), while the stage before is worked on, and results go back the same way.
     - ``layout="stacked"`` spreads the layers of a leaf (L, M, C), by an all-to-all per axis that split a matrix, and back.
       L must divide by the ranks.
     - ``layout=None`` takes the one of these with the lower maximal load; the report says which and why. Without ``axes``
@@ -108,7 +108,8 @@ def muon(
             depthwise one is none: give it another rule.
         layout, axes: as above; mesh axes, major to minor.
         wire_dtype: what is moved is cast to it before, both ways; by default ``ns_dtype``, which loses nothing.
-        bucket_bytes: about what a rank sends at a time in the owned layout, and no less than gives each rank a matrix.
+        bucket_bytes: about what a rank sends at a time in the owned layout, and no less than keeps all ranks at work
+            while one is at its largest matrix.
         gram: axes of ``axes`` along which a matrix may stay split on its long side, such as the axis of tensor
             parallelism: only Gram matrices are summed over it then, in float32, one all-reduce a step of the iteration. A
             leaf is worked on so where operations and bytes together are less than with owners; the report gives both.

@@ -128,7 +128,7 @@ def exchange(
     """
     out: list[torch.Tensor] = list(operands)
     for ranks in groups.of(group(target.group)):
-        splits = [target.splits(target.number([c[r] for c in coordinates])) for r in ranks]
+        splits = [target.splits(target.place([c[r] for c in coordinates])) for r in ranks]
         for r, (_, sends) in zip(ranks, splits, strict=True):
             if sum(sends) != operands[r].numel():
                 raise CollectiveMismatch(f"rank {r} has {operands[r].numel()} elements to send, its plan says {sends}.")

@@ -69,8 +69,7 @@ class Eager:
 
     def _exchange(self, target: Exchange) -> Callable[..., Any]:
         """An all-to-all of the parts that this rank's plan says."""
-        number = target.number([self._coordinates[a] for a in target.axes])
-        gets, sends = target.splits(number)
+        gets, sends = target.splits(target.place([self._coordinates[a] for a in target.axes]))
         name = bound_group(self._program.mesh, group(target.group))
 
         def exchange(send: torch.Tensor, *coordinates: torch.Tensor) -> torch.Tensor:

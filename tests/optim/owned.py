@@ -21,6 +21,14 @@ TENSOR = {
     "head": P("fsdp", "tensor"),
 }
 
+#: Layers of experts that lie over tensor, so that only the ranks along fsdp share one, and leaves that all ranks share.
+EXPERTS = {"experts": (3, 4, 24, 36), "dense": (48, 60), "wq": (3, 24, 24)}
+EXPERT_SPECS = {
+    "experts": P(None, "tensor", "fsdp", None),
+    "dense": P(("tensor", "fsdp"), None),
+    "wq": P(None, "tensor", "fsdp"),
+}
+
 
 def owned(axes=("fsdp",), **settings):
     return optim.muon(0.02, layout="owned", axes=axes, **settings)

@@ -112,7 +112,7 @@ def test_lower_prints_who_works_on_what(recipe, monkeypatch, capsys):
         r"most over mean operations 1\.\d+, lower bound 1\.\d+",
         r"received in +\d",
         r"back +\d",
-        r"0 +fsdp +14",
+        r"0 +fsdp +1 +14",
     ):
         assert re.search(words, owned), words
     assert "owned, since 4 ranks do not divide the layers of" in owned

@@ -32,6 +32,10 @@ def main(layout: str, fsdp: int, tensor: int, backend: str) -> None:
         rule = owned.owned(axes, as_torch=True, bucket_bytes=3000)
         specs = owned.TENSOR if tensor > 1 else owned.SPECS
         pairs = [(owned.run_on(rule, mesh, specs, backend=backend), owned.run_plain(rule))]
+        if tensor > 1:
+            values = owned.trees(shapes=owned.EXPERTS)
+            found = owned.run_on(rule, mesh, owned.EXPERT_SPECS, values, backend)
+            pairs.append((found, owned.run_plain(rule, values)))
     for found, expected in pairs:
         for (path, a), b in zip(tree.flatten_with_paths(found)[0], tree.leaves(expected), strict=True):
             assert torch.equal(a, b), f"{path} differs by {(a.double() - b.double()).abs().max()}"
