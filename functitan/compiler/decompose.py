@@ -63,6 +63,12 @@ _FROM_TORCH = [
     aten.binary_cross_entropy_with_logits,
     aten.upsample_nearest1d,
     aten.upsample_nearest2d,
+    aten.pixel_shuffle,
+    aten.pixel_unshuffle,
+    aten.channel_shuffle,
+    aten.renorm,
+    aten.block_diag,
+    aten.norm,
 ]
 
 

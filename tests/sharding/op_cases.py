@@ -560,6 +560,65 @@ case(
     "conv", "conv_transpose1d", lambda x, w, b: F.conv_transpose1d(x, w, b), normal(2, 4, 6), normal(4, 8, 3), normal(8)
 )
 for name, f in {
+    "avg_pool1d": lambda x: F.avg_pool1d(x.flatten(2), 3, padding=1),
+    "avg_pool2d": lambda x: F.avg_pool2d(x, 2, stride=1),
+    "avg_pool2d_unbatched": lambda x: F.avg_pool2d(x[0], 2),
+    "avg_pool3d": lambda x: F.avg_pool3d(x[..., None], (2, 2, 1)),
+    "adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x.flatten(2), 5),
+    "adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, 3),
+    "adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x[..., None], (3, 2, 1)),
+    "lp_pool2d": lambda x: F.lp_pool2d(x.abs() + 0.1, 2, 2),
+    "max_pool1d": lambda x: F.max_pool1d(x.flatten(2), 3),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2, stride=1, padding=1),
+    "max_pool2d_indices": lambda x: F.max_pool2d(x, 2, return_indices=True),
+    "max_pool3d": lambda x: F.max_pool3d(x[..., None], (2, 2, 1)),
+    "adaptive_max_pool2d": lambda x: F.adaptive_max_pool2d(x, 3),
+    "adaptive_max_pool3d": lambda x: F.adaptive_max_pool3d(x[..., None], (3, 2, 1)),
+    "upsample_linear": lambda x: F.interpolate(x.flatten(2), scale_factor=2, mode="linear"),
+    "upsample_bilinear": lambda x: F.interpolate(x, size=(8, 5), mode="bilinear", align_corners=True),
+    "upsample_bilinear_antialias": lambda x: F.interpolate(x, size=(2, 3), mode="bilinear", antialias=True),
+    "upsample_bicubic": lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+    "upsample_nearest": lambda x: F.interpolate(x, scale_factor=2),
+    "upsample_nearest_exact": lambda x: F.interpolate(x, size=(7, 5), mode="nearest-exact"),
+    "upsample_nearest3d": lambda x: F.interpolate(x[..., None], scale_factor=2),
+    "upsample_trilinear": lambda x: F.interpolate(x[..., None], scale_factor=2, mode="trilinear"),
+    "unfold2d": lambda x: F.unfold(x, 2, padding=1),
+    "fold2d": lambda x: F.fold(x.flatten(2), (5, 5), (2, 2)),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "pixel_unshuffle": lambda x: F.pixel_unshuffle(x, 2),
+    "local_response_norm": lambda x: F.local_response_norm(x, 2),
+}.items():
+    case("image", name, f, normal(4, 8, 4, 4) if name != "fold2d" else normal(4, 8, 16, 1))
+case("image", "channel_shuffle", lambda x: F.channel_shuffle(x, 2), normal(2, 4, 2, 2), constant=(0,))
+case(
+    "image",
+    "grid_sample",
+    lambda x, grid: F.grid_sample(x, grid * 2 - 1, align_corners=False),
+    normal(2, 4, 6, 6),
+    positive(2, 4, 2, 2),
+)
+case(
+    "image",
+    "grid_sample3d",
+    lambda x, grid: F.grid_sample(x, grid * 2 - 1, align_corners=True),
+    normal(2, 2, 3, 3, 3),
+    positive(2, 2, 2, 2, 3),
+)
+case("image", "affine_grid", lambda t: F.affine_grid(t, [2, 3, 4, 4], align_corners=False), normal(2, 2, 3))
+case("transform", "fft", lambda x: torch.view_as_real(torch.fft.fft(x, dim=1)), normal(4, 6, 2))
+case("transform", "rfft2", lambda x: torch.view_as_real(torch.fft.rfft2(x)), normal(4, 4, 6))
+case("transform", "irfft", lambda x: torch.fft.irfft(torch.fft.rfft(x), n=6), normal(4, 2, 6))
+case("transform", "fftshift", lambda x: torch.view_as_real(torch.fft.fftshift(torch.fft.ifft(x))), normal(4, 6))
+case("transform", "cdist1", lambda x, y: torch.cdist(x, y, p=1), normal(2, 4, 3), normal(2, 2, 3))
+case("transform", "cdist2", lambda x, y: torch.cdist(x, y), normal(4, 3), normal(2, 3))
+case("transform", "cdist3", lambda x, y: torch.cdist(x, y, p=3), normal(1, 4, 3), normal(2, 2, 3))
+case("transform", "pdist", F.pdist, normal(4, 3))
+case("matmul", "block_diag", torch.block_diag, normal(2, 2), normal(4, 2))
+case("reduction", "renorm", lambda x: torch.renorm(x, 2, 0, 1.0), normal(4, 6))
+case("reduction", "norm_old", lambda x: torch.norm(x, 3, 1), normal(4, 6))
+case("reduction", "triplet", F.triplet_margin_loss, normal(4, 6), normal(4, 6), normal(4, 6))
+case("linalg", "matrix_exp", torch.linalg.matrix_exp, normal(4, 2, 2))
+for name, f in {
     "inv": torch.linalg.inv,
     "cholesky": lambda x: torch.linalg.cholesky(x @ x.mT + 4 * torch.eye(4, dtype=x.dtype)),
     "det": torch.linalg.det,

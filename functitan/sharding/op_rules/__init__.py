@@ -5,6 +5,7 @@ from functitan.sharding.op_rules import (
     complex,
     conv,
     factory,
+    image,
     indexing,
     linalg,
     lookup,
@@ -17,6 +18,7 @@ from functitan.sharding.op_rules import (
     refused,
     shape,
     softmax,
+    transform,
     view,
 )
 from functitan.sharding.op_rules.base import covered, find_rule, register_rule, rule
@@ -28,6 +30,7 @@ __all__ = [
     "covered",
     "factory",
     "find_rule",
+    "image",
     "indexing",
     "linalg",
     "lookup",
@@ -42,5 +45,6 @@ __all__ = [
     "rule",
     "shape",
     "softmax",
+    "transform",
     "view",
 ]

@@ -13,7 +13,8 @@ aten = torch.ops.aten
 @rule(aten.linalg_inv_ex.default, aten.linalg_cholesky_ex.default, aten.cholesky_inverse.default,
       aten._linalg_det.default, aten._linalg_slogdet.default, aten.linalg_qr.default, aten._linalg_eigh.default,
       aten._linalg_svd.default, aten.linalg_lu_factor_ex.default, aten.linalg_lu_solve.default,
-      aten._linalg_solve_ex.default, aten.linalg_solve_triangular.default, aten.triangular_solve.default)  # fmt: skip
+      aten._linalg_solve_ex.default, aten.linalg_solve_triangular.default, aten.triangular_solve.default,
+      aten.linalg_matrix_exp.default)  # fmt: skip
 def matrices(call: Call) -> Rule:
     batch = call.operands[0].shape[:-2]
 
