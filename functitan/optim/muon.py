@@ -21,8 +21,8 @@ from functitan import tree
 from functitan.errors import suggest
 from functitan.optim.blocks import Blocks
 from functitan.optim.hyperparams import Hyper, current, first
-from functitan.optim.newton_schulz import Coefficients, coefficients
-from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale, check_settings
+from functitan.optim.newton_schulz import Coefficients
+from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale
 from functitan.optim.transform import GradientTransformation, PyTree
 
 MomentumForm = Literal["ema", "sum"]
@@ -137,21 +137,10 @@ def muon(
         more.append(
             f'as_torch=True with momentum_form="{momentum_form}": torch.optim.Muon has the form "ema". Write it.'
         )
-    check_settings("muon", scale, layout, axes, convs or {}, gram, more)
-    orthogonalize = Orthogonalize(
-        rule="muon",
-        schedule=coefficients(schedule),
-        scale=scale,
-        eps=eps,
-        ns_dtype=ns_dtype,
-        blocks=dict(blocks or {}),
-        convs=dict(convs or {}),
-        layout=layout,
-        axes=tuple(axes),
-        wire_dtype=ns_dtype if wire_dtype is None else wire_dtype,
-        bucket_bytes=bucket_bytes,
-        gram=tuple(gram),
-    )
+    orthogonalize = Orthogonalize.of(
+        "muon", schedule=schedule, scale=scale, eps=eps, ns_dtype=ns_dtype, blocks=blocks, convs=convs, layout=layout,
+        axes=axes, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, gram=gram, more=more,
+    )  # fmt: skip
 
     def init(params: PyTree) -> MuonState:
         orthogonalize.check_leaves(params)

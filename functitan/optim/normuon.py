@@ -26,8 +26,8 @@ from functitan.annotations import constrain_like
 from functitan.optim.blocks import Blocks
 from functitan.optim.hyperparams import Hyper, current, first
 from functitan.optim.muon import MomentumForm, form_problems, with_momentum
-from functitan.optim.newton_schulz import Coefficients, coefficients
-from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale, check_settings
+from functitan.optim.newton_schulz import Coefficients
+from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale
 from functitan.optim.transform import GradientTransformation, PyTree
 
 
@@ -93,21 +93,10 @@ def normuon(
     {'w': tensor([[-0.1108, -0.0000],
             [-0.0000, -0.1108]])}
     """
-    check_settings("normuon", scale, layout, axes, convs or {}, gram, form_problems(momentum_form))
-    orthogonalize = Orthogonalize(
-        rule="normuon",
-        schedule=coefficients(schedule),
-        scale=scale,
-        eps=ns_eps,
-        ns_dtype=ns_dtype,
-        blocks=dict(blocks or {}),
-        convs=dict(convs or {}),
-        layout=layout,
-        axes=tuple(axes),
-        wire_dtype=ns_dtype if wire_dtype is None else wire_dtype,
-        bucket_bytes=bucket_bytes,
-        gram=tuple(gram),
-    )
+    orthogonalize = Orthogonalize.of(
+        "normuon", schedule=schedule, scale=scale, eps=ns_eps, ns_dtype=ns_dtype, blocks=blocks, convs=convs, layout=layout,
+        axes=axes, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, gram=gram, more=form_problems(momentum_form),
+    )  # fmt: skip
 
     def init(params: PyTree) -> NorMuonState:
         orthogonalize.check_leaves(params)

@@ -23,7 +23,7 @@ from functitan.annotations import constrain, constrain_like
 from functitan.errors import ArgumentError, listed, raise_batch, suggest
 from functitan.ops.orthogonalize import Spread, orthogonalize_op
 from functitan.optim.blocks import Blocks, orthogonalize_blocks, scale_of
-from functitan.optim.newton_schulz import Coefficients, newton_schulz
+from functitan.optim.newton_schulz import Coefficients, coefficients, newton_schulz
 
 PyTree = Any
 Scale = Literal["original", "match_rms", "unclamped"]
@@ -57,8 +57,8 @@ class Orthogonalize:
     layout: Layout | None
     axes: tuple[str, ...]
     wire_dtype: torch.dtype
-    bucket_bytes: int = 64 << 20
-    gram: tuple[str, ...] = ()
+    bucket_bytes: int
+    gram: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if isinstance(self.eps, torch.Tensor):
@@ -66,6 +66,44 @@ class Orthogonalize:
                 f"{self.rule}: the eps of the orthogonalisation is a number of the op, and it was given as a tensor. "
                 'With inject_hyperparams, name it in static=("eps",).'
             )
+
+    @staticmethod
+    def of(
+        rule: str,
+        *,
+        schedule: str | Coefficients,
+        scale: Scale,
+        eps: float,
+        ns_dtype: torch.dtype,
+        blocks: Mapping[str, Blocks] | None,
+        convs: Mapping[str, int] | None,
+        layout: Layout | None,
+        axes: Sequence[str],
+        wire_dtype: torch.dtype | None,
+        bucket_bytes: int,
+        gram: Sequence[str],
+        more: Iterable[str],
+    ) -> Orthogonalize:
+        """From a rule's arguments, with what None stands for.
+
+        Raises:
+            ArgumentError: all settings that do not exist or fit, ``more`` included, in one message.
+        """
+        _check(rule, scale, layout, axes, convs or {}, gram, more)
+        return Orthogonalize(
+            rule=rule,
+            schedule=coefficients(schedule),
+            scale=scale,
+            eps=eps,
+            ns_dtype=ns_dtype,
+            blocks=dict(blocks or {}),
+            convs=dict(convs or {}),
+            layout=layout,
+            axes=tuple(axes),
+            wire_dtype=ns_dtype if wire_dtype is None else wire_dtype,
+            bucket_bytes=bucket_bytes,
+            gram=tuple(gram),
+        )
 
     def __call__(self, momentum: PyTree) -> PyTree:
         """The orthogonalised matrices of each leaf, laid out as the leaf is, in the dtype that was moved."""
@@ -166,16 +204,15 @@ class Orthogonalize:
         return orthogonalize_blocks(u, self.block_of(path), lambda x_MC: by(x_MC.mT).mT)
 
 
-def check_settings(
+def _check(
     rule: str,
     scale: str,
     layout: str | None,
     axes: Sequence[str],
     convs: Mapping[str, int],
-    gram: Sequence[str] = (),
-    more: Iterable[str] = (),
+    gram: Sequence[str],
+    more: Iterable[str],
 ) -> None:
-    """Raise one ArgumentError for all settings that do not exist or fit, ``more`` included."""
     problems = list(more)
     if scale not in SCALES:
         problems.append(f'scale="{scale}": there are {listed(get_args(Scale))}.{suggest(scale, SCALES)}')
