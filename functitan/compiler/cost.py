@@ -45,10 +45,11 @@ class Cost:
         hbm: bytes moved to and from memory, with pointwise ops fused.
         sent: bytes sent to other ranks.
         compute: seconds of compute: each op by the slower of its operations and its memory traffic.
-        parameters: seconds of collectives of parameters and gradients.
+        parameters: seconds of collectives of parameters, gradients, and matrices on their way to owners.
         activations: seconds of the others.
-        ahead: seconds of those that the Program starts in one graph and waits for in another, a step of a scan or a
-            region apart: they run beside compute. It waits for all others where they are started.
+        ahead: seconds of those that run beside compute: what the Program starts in one graph and waits for in another,
+            a step of a scan or a region apart, and what it starts and waits for in one graph, as far as the compute
+            between covers it.
         peak: bytes of memory at the peak.
         memory: bytes of the chip's memory.
         peak_flops: the chip's rate in the dtype in which most operations run.
@@ -133,6 +134,7 @@ def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
     by_dtype: dict[str, int] = {}
     moved = {"parameters": 0.0, "activations": 0.0}
     ahead = 0.0
+    links: dict[str, _Link] = {}
     sent = 0
     for where, node, times in program.calls():
         row = totals.setdefault(where, [0, 0, 0.0, 0.0])
@@ -141,19 +143,26 @@ def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
             seconds = times * collective_seconds(move.kind, move.axes, move.nbytes, program.mesh, c)
             row[3] += seconds
             origin = node.meta["origin"]
-            of_parameter = origin.gather or (origin.backward and bool(origin.param))
+            of_parameter = origin.gather or (origin.backward and bool(origin.param)) or "owned" in node.meta
             moved["parameters" if of_parameter else "activations"] += seconds
-            if not any(user.target is _WAIT for user in node.users):  # waited for in another graph
+            if any(user.target is _WAIT for user in node.users):
+                links.setdefault(where, _Link()).start(node, seconds / times)
+            else:  # waited for in another graph
                 ahead += seconds
             sent += times * move.nbytes
             continue
+        if node.target is _WAIT and where in links:
+            links[where].wait(node.args[0])
         operations, nbytes = flops(node), traffic[where].get(node, 0)
         if not operations and not nbytes:
             continue
         dtype = _dtype(node)
         row[0] += times * operations
         row[1] += times * nbytes
-        row[2] += times * max(operations / c.rate(dtype), nbytes / c.bandwidth)
+        seconds = max(operations / c.rate(dtype), nbytes / c.bandwidth)
+        row[2] += times * seconds
+        if where in links:
+            ahead += times * links[where].beside(seconds)
         if operations:
             by_dtype[dtype] = by_dtype.get(dtype, 0) + times * operations
     parts = {w: Part(int(f), int(b), s, t) for w, (f, b, s, t) in totals.items()}
@@ -173,6 +182,33 @@ def estimate(program: Program, hardware: str | Chip, peak: int) -> Cost:
         {a: together(program.mesh, (a,), c.node) for a, n in program.mesh.axes if n > 1},
         parts,
     )
+
+
+class _Link:
+    """The collectives of one graph in the order of its calls: one at a time, beside compute.
+
+    What runs in the bodies that the graph calls takes no time here, so nothing is said to run beside it.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[Any, float] = {}  # seconds, in the order of starts
+
+    def start(self, node: Any, seconds: float) -> None:
+        """A collective begins when it is started and the one before has ended."""
+        self._left[node] = seconds
+
+    def wait(self, node: Any) -> None:
+        """Until a collective has ended, and with it those before."""
+        while node in self._left:
+            del self._left[next(iter(self._left))]
+
+    def beside(self, seconds: float) -> float:
+        """For how long of so much compute a collective is under way."""
+        rest = seconds
+        for node, left in self._left.items():
+            self._left[node] = left - min(left, rest)
+            rest -= min(left, rest)
+        return seconds - rest
 
 
 def together(mesh: Mesh, axes: tuple[str, ...], node: int) -> int:

@@ -8,9 +8,13 @@ import functitan as ft
 from functitan.compiler.cost import collective_seconds, together
 from functitan.compiler.hardware import CHIPS, chip
 from functitan.errors import ConfigError
+from functitan.optim.newton_schulz import newton_schulz_flops
 from functitan.recipes import load_recipe
 from functitan.train.abstract import lower_step
 from tests.compiler.mlp import B, D, F, L, S, lowered
+from tests.optim.owned import lowered as lowered_update
+from tests.optim.owned import owned, trees
+from tests.optim.stacked import mesh_of
 
 H100 = CHIPS["h100"]
 
@@ -75,6 +79,29 @@ def test_what_is_started_ahead_runs_beside_compute():
     ]
     assert cost.ahead == pytest.approx(sum(seconds)) and 0 < cost.ahead < cost.communication
     assert cost.overlapped == pytest.approx(max(cost.compute, cost.ahead) + cost.communication - cost.ahead)
+
+
+@pytest.mark.parametrize("buckets", [1, 2, 4])
+def test_exchanges_run_beside_the_matrices_that_are_worked_on(buckets):
+    """Muon's owned layout, a matrix a rank and bucket: e seconds an exchange there or back, c seconds a matrix.
+
+    Slow links: beside every matrix another exchange is under way, unless there is one bucket alone. Slow products: every
+    exchange is covered but the first one there and the last one back.
+    """
+    rule, values = owned(bucket_bytes=24 * 24 * 2), trees(2, {"w": (4 * buckets, 24, 24)})
+    program = lowered_update(rule, mesh_of(fsdp=4), {"w": ft.P(None, "fsdp", None)}, values)
+    sent = program.collectives()
+    assert sent.runs == 2 * buckets
+    exchange = {collective_seconds(c.kind, c.axes, c.nbytes, program.mesh, H100) for c in sent}
+    (e,) = exchange
+    c = newton_schulz_flops((24, 24), 5) / H100.rate("bfloat16")
+    links = dataclasses.replace(H100, fast=H100.fast / 1e4, slow=H100.slow / 1e4)
+    products = dataclasses.replace(H100, flops={k: v / 1e6 for k, v in H100.flops.items()})
+    assert program.cost(links).ahead == pytest.approx(buckets * c if buckets > 1 else 0.0)
+    found = program.cost(products)
+    assert found.ahead == pytest.approx((2 * buckets - 2) * e)
+    assert found.communication == found.parameters == pytest.approx(2 * buckets * e)
+    assert found.overlapped == pytest.approx(found.compute + 2 * e)
 
 
 def test_what_does_not_fit_is_said():
