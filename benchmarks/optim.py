@@ -1,6 +1,7 @@
 """DistMuon, stacked and owned, against gathering everything: by counts on large meshes, and timed on gloo processes.
+And how far compiled steps of Muon are from torch's.
 
-python -m benchmarks.optim [counts | processes]
+python -m benchmarks.optim [counts | processes | compiled]
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import Any, Literal
 
 import torch
 from spmd_types.types import PartitionSpec as P
@@ -179,6 +181,65 @@ def processes(rounds: int = 7) -> None:
             raise SystemExit(f"a process failed: exit codes {codes}")
 
 
+# --- compiled ------------------------------------------------------------------------------------------------------
+
+#: (out, in), with sides that bfloat16 products of CPUs allow.
+SMALL: Shapes = {"square": (48, 48), "wide": (32, 64), "tall": (64, 40)}
+
+
+def _draw(seed: int) -> dict[str, torch.Tensor]:
+    return {
+        k: torch.randn(s, generator=torch.Generator().manual_seed(seed + i)) for i, (k, s) in enumerate(SMALL.items())
+    }
+
+
+def torch_steps(steps: int, **options: bool) -> dict[str, torch.Tensor]:
+    """Parameters after steps of ``torch.optim.Muon`` on given gradients, compiled where there are options to inductor."""
+    params = {k: torch.nn.Parameter(x) for k, x in _draw(0).items()}
+    rule = torch.optim.Muon(list(params.values()), lr=0.02)
+    step: Any = torch.compile(rule.step, options={**options}) if options else rule.step
+    for i in range(steps):
+        for p, g in zip(params.values(), _draw(100 + 10 * i).values(), strict=True):
+            p.grad = g
+        step()
+    return {k: p.detach() for k, p in params.items()}
+
+
+def steps_of(steps: int, backend: Literal["eager", "inductor"], as_torch: bool) -> dict[str, torch.Tensor]:
+    """The same by functitan, whose weights are (in, out)."""
+    rule = optim.muon(0.02, as_torch=as_torch)
+
+    def step(grads: Any, state: Any, params: Any) -> Any:
+        updates, state = rule.update(grads, state, params)
+        return optim.apply_updates(params, updates), state
+
+    turned = lambda values: {k: x.mT.contiguous() for k, x in values.items()}  # noqa: E731
+    params = turned(_draw(0))
+    state = rule.init(params)
+    run = ft.compile(step, mesh=ft.make_mesh({"fsdp": 1}), backend=backend)
+    for i in range(steps):
+        params, state = run(turned(_draw(100 + 10 * i)), state, params)
+    return turned(params)
+
+
+def compiled(steps: int = 10) -> None:
+    """The largest difference to torch's eager steps; bfloat16 Newton-Schulz, rate 0.02, gradients given."""
+    expected = torch_steps(steps)
+    cases = {
+        "torch.optim.Muon, compiled": lambda: torch_steps(steps, emulate_precision_casts=False),
+        "the same, emulate_precision_casts": lambda: torch_steps(steps, emulate_precision_casts=True),
+        "muon, eager": lambda: steps_of(steps, "eager", False),
+        "muon, inductor": lambda: steps_of(steps, "inductor", False),
+        "muon(as_torch=True), eager": lambda: steps_of(steps, "eager", True),
+        "muon(as_torch=True), inductor": lambda: steps_of(steps, "inductor", True),
+    }
+    rows: list[tuple[object, ...]] = [(f"{steps} steps, against torch.optim.Muon op by op", "largest difference")]
+    for name, run in cases.items():
+        found = run()
+        rows.append((name, f"{max((found[k] - expected[k]).abs().max().item() for k in SMALL):.1e}"))
+    print(columns(rows, right=(1,)))
+
+
 def main(what: str = "all", *rest: str) -> None:
     if what == "rank":
         timed(int(rest[0]), int(rest[1]))
@@ -188,6 +249,8 @@ def main(what: str = "all", *rest: str) -> None:
         counts()
     if what in ("all", "processes"):
         processes()
+    if what in ("all", "compiled"):
+        compiled()
 
 
 if __name__ == "__main__":
