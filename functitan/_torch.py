@@ -173,6 +173,11 @@ class DTensorPropagation:
         return [back(o.placements[0]) for o in outs]
 
 
+def copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy every value into the tensor at its place, in one call."""
+    torch._foreach_copy_(into, values)  # type: ignore[arg-type]
+
+
 def register_group(name: str, group: object) -> None:
     """Make a process group known to functional collectives under a name."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]

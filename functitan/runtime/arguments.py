@@ -17,16 +17,22 @@ from functitan.sharding.array import Array
 Columns = list[list[torch.Tensor]]
 
 
-def positional(f: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def signature_of(f: Callable[..., Any]) -> inspect.Signature:
+    """The parameters of a function; of a builtin that does not tell, any positional ones."""
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):
+        return inspect.signature(lambda *args: None)
+
+
+def positional(
+    signature: inspect.Signature, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
     """The arguments of a call by position.
 
     Raises:
         ArgumentError: arguments that the function does not take, or keyword-only ones.
     """
-    try:
-        signature = inspect.signature(f)
-    except (TypeError, ValueError):  # a builtin
-        signature = inspect.signature(lambda *args: None)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as e:
@@ -43,17 +49,21 @@ def positional(f: Callable[..., Any], name: str, args: Sequence[Any], kwargs: Ma
     return bound.args
 
 
-def with_paths(names: Sequence[str], args: Sequence[Any]) -> list[tuple[str, Any, int]]:
-    """Every leaf of the arguments with its path and the position of its argument."""
+def paths(names: Sequence[str], args: Sequence[Any]) -> list[str]:
+    """The path of every leaf of the arguments."""
     return [
-        ("/".join(filter(None, (name, path))), leaf, i)
-        for i, (name, arg) in enumerate(zip(names, args, strict=True))
-        for path, leaf in tree.flatten_with_paths(arg)[0]
+        "/".join(filter(None, (name, path))) for name, arg in zip(names, args, strict=True) for path in tree.paths(arg)
     ]
 
 
-def take(name: str, rows: Sequence[tuple[str, Any, int]], donated: Collection[int], ranks: int) -> Columns:
-    """Every leaf's parts by rank; Arrays of donated arguments give up theirs. Plain tensors are never donated.
+def take(name: str, paths: Sequence[str], leaves: Sequence[Any], given: Sequence[bool], ranks: int) -> Columns:
+    """Every leaf's parts by rank; Arrays that are given to the call give up theirs.
+
+    Args:
+        name: the function's.
+        paths, leaves: of its arguments.
+        given: which leaves are Arrays of donated arguments. Plain tensors are never donated.
+        ranks: how many ranks' parts there are.
 
     Raises:
         ShardingError: Arrays that were donated before, or donated ones that share memory with another leaf; all by
@@ -61,7 +71,7 @@ def take(name: str, rows: Sequence[tuple[str, Any, int]], donated: Collection[in
     """
     problems = []
     owners: dict[int, tuple[str, bool]] = {}
-    for path, leaf, i in rows:
+    for path, leaf, mine in zip(paths, leaves, given, strict=True):
         if isinstance(leaf, Array) and leaf.donated_to:
             problems.append(
                 f"{path} of {name} is an Array that was donated to {leaf.donated_to} and holds no value any more. Pass "
@@ -69,10 +79,9 @@ def take(name: str, rows: Sequence[tuple[str, Any, int]], donated: Collection[in
                 "that call returned, or leave the argument out of donate_argnums."
             )
             continue
-        given = isinstance(leaf, Array) and i in donated
         for memory in {_memory(t) for t in (leaf.shards if isinstance(leaf, Array) else [leaf])} - {0}:
-            other, other_given = owners.setdefault(memory, (path, given))
-            if other != path and (given or other_given):
+            other, other_given = owners.setdefault(memory, (path, mine))
+            if other != path and (mine or other_given):
                 problems.append(
                     f"{other} and {path} of {name} share memory, and {other if other_given else path} is donated: its "
                     "memory "
@@ -83,11 +92,11 @@ def take(name: str, rows: Sequence[tuple[str, Any, int]], donated: Collection[in
                 break
     raise_batch(ShardingError, problems, f"the arguments of {name}")
     columns: Columns = []
-    for _, leaf, i in rows:
+    for leaf, mine in zip(leaves, given, strict=True):
         if not isinstance(leaf, Array):
             columns.append([leaf.detach()] * max(ranks, 1))
         else:
-            columns.append(leaf.donate(name) if i in donated else leaf.shards)
+            columns.append(leaf.donate(name) if mine else leaf.shards)
     return columns
 
 
@@ -120,11 +129,13 @@ def owned(results: Sequence[Sequence[torch.Tensor]], held: Collection[int]) -> C
     for parts in results:
         own = []
         for t in parts:
-            exact = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
-            if _memory(t) in seen or not exact:
+            storage = t.untyped_storage()
+            place = storage.data_ptr()  # 0 if empty
+            if place in seen or not t.is_contiguous() or storage.nbytes() != t.nbytes:
                 t = t.clone(memory_format=torch.contiguous_format)
-            if t.numel():
-                seen.add(_memory(t))
+                place = _memory(t)
+            if place:
+                seen.add(place)
             own.append(t)
         out.append(own)
     return out

@@ -17,7 +17,7 @@ from functitan.compiler.passes import DEFAULT_PASSES, Passes
 from functitan.compiler.program import Program
 from functitan.compiler.trace import Traced, argument_names, trace
 from functitan.errors import ArgumentError, ShardingError, TraceError, raise_batch, suggest
-from functitan.runtime.arguments import constants, drained, memory, owned, positional, take, with_paths
+from functitan.runtime.arguments import constants, drained, memory, owned, paths, positional, signature_of, take
 from functitan.runtime.compilation import Compilation
 from functitan.runtime.eager import Eager
 from functitan.runtime.inductor import Inductor
@@ -34,13 +34,15 @@ _LOG = logging.getLogger("functitan")
 
 @dataclass(frozen=True)
 class _Ready:
-    """What one signature runs: the program, what runs it, the memory of its constants, and which output replaces
-    which donated input."""
+    """What one signature runs: the program, what runs it, the memory of its constants, for every input whether its
+    argument is donated, and for every output whether it is whole on each rank, and the donated input that it replaces.
+    """
 
     program: Program
     runner: Any
     constants: set[int]
-    replaces: dict[int, int]
+    donated: list[bool]
+    whole: list[tuple[bool, int | None]]
 
 
 class Compiled:
@@ -66,6 +68,7 @@ class Compiled:
         passes: Passes,
     ) -> None:
         self._f = f
+        self._signature = signature_of(f)
         self._mesh = mesh
         self._rules = rules
         self._donated = donate_argnums
@@ -82,8 +85,8 @@ class Compiled:
 
     def lower(self, *args: Any, **kwargs: Any) -> Program:
         """The Program for these arguments, without running it; Arrays of an abstract mesh will do."""
-        args = positional(self._f, self.__name__, args, kwargs)
-        return self._ready(args).program
+        args = positional(self._signature, self.__name__, args, kwargs)
+        return self._ready(args, *tree.flatten(args)).program
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function on Arrays and tensors.
@@ -95,8 +98,9 @@ class Compiled:
             ShardingError: what cannot be lowered; an Array that was donated, or that is donated and shares memory.
             TraceError: what cannot be traced.
         """
-        args = positional(self._f, self.__name__, args, kwargs)
-        ready = self._ready(args)
+        args = positional(self._signature, self.__name__, args, kwargs)
+        leaves, structure = tree.flatten(args)
+        ready = self._ready(args, leaves, structure)
         program, runner = ready.program, ready.runner
         if runner is None:
             raise ShardingError(
@@ -104,9 +108,8 @@ class Compiled:
                 "Program, or a "
                 "mesh of ft.make_mesh."
             )
-        rows = with_paths(argument_names(self._f, len(args)), args)
-        given = [isinstance(leaf, Array) and i in self._donated for _, leaf, i in rows]
-        columns = take(self.__name__, rows, self._donated, self._mesh.processes)
+        given = [donated and isinstance(leaf, Array) for leaf, donated in zip(leaves, ready.donated, strict=True)]
+        columns = take(self.__name__, program.inputs, leaves, given, self._mesh.processes)
         held = ready.constants | memory([c for c, g in zip(columns, given, strict=True) if not g])
         with torch.no_grad():
             if isinstance(runner, Eager):
@@ -118,10 +121,7 @@ class Compiled:
             else:
                 ranked = runner.graph("step", program.graph, drained(columns))
             # Whole results are plain tensors; what replaces a donated Array is one, so that it can be donated in turn.
-            plain = [
-                not (layout.axes or layout.storage or (j in ready.replaces and given[ready.replaces[j]]))
-                for j, layout in enumerate(program.out_layouts)
-            ]
+            plain = [whole and (place is None or not given[place]) for whole, place in ready.whole]
             ranked = owned([parts[:1] if p else parts for parts, p in zip(ranked, plain, strict=True)], held)
         results = [
             parts[0] if p else Array(typ.shape, typ.dtype, layout, self._mesh, parts)
@@ -129,8 +129,7 @@ class Compiled:
         ]
         return tree.unflatten(program.out_tree, results)
 
-    def _ready(self, args: tuple[Any, ...]) -> _Ready:
-        names = argument_names(self._f, len(args))
+    def _ready(self, args: tuple[Any, ...], leaves: list[Any], structure: tree.TreeDef) -> _Ready:
         beyond = [n for n in self._donated if n >= len(args)]
         if beyond:
             raise ArgumentError(
@@ -138,54 +137,61 @@ class Compiled:
                 "arguments; "
                 f"there is no argument {beyond[0]} to donate."
             )
-        leaves, problems, layouts = [], [], []
-        rows = with_paths(names, args)
-        for where, leaf, _ in rows:
-            leaves.append(leaf)
+        strangers, types, layouts = [], [], []
+        for leaf in leaves:
+            shape = tuple(getattr(leaf, "shape", ()))
+            types.append((shape, getattr(leaf, "dtype", type(leaf))))
             if not isinstance(leaf, Array):
-                layouts.append(replicated(tuple(getattr(leaf, "shape", ()))))
+                layouts.append(replicated(shape))
                 continue
-            if leaf.mesh.axes != self._mesh.axes or leaf.mesh.kind != self._mesh.kind:
-                problems.append(
-                    f"{where} is on mesh {leaf.mesh}, {self.__name__} is compiled for {self._mesh}; put it there with "
-                    "ft.device_put(x.full(), spec, mesh)."
-                )
+            if leaf.mesh is not self._mesh and (leaf.mesh.axes, leaf.mesh.kind) != (self._mesh.axes, self._mesh.kind):
+                strangers.append(leaf)
             layouts.append(leaf.layout)
-        raise_batch(ShardingError, problems, f"the arguments of {self.__name__}")
-        types = tuple((tuple(getattr(x, "shape", ())), getattr(x, "dtype", type(x))) for x in leaves)
-        signature = (tree.structure(args), types)
+        signature = (structure, tuple(types))
         key = (signature, tuple(layouts))
-        if key not in self._programs:
-            if self._max_traces is not None and len(self._programs) >= self._max_traces:
-                raise TraceError(self._retraced(key, [where for where, _, _ in rows]))
-            begun = time.perf_counter()
-            if self._runs() is Inductor:
-                _torch.prepare_inductor()
-            if signature not in self._traces:
-                self._traces[signature] = trace(self._f, args, names)
-            program = lower(
-                self._traces[signature],
-                layouts,
-                self._mesh,
-                self._rules,
-                conflicts=self._conflicts,
-                reduce_dtype=self._reduce_dtype,
-                passes=self._passes,
-            )
-            program.donated = self._donated_leaves(args)
-            lowered = time.perf_counter()
-            changed = self._changed(key, [where for where, _, _ in rows]) if self._programs else ""
-            runner = self._runner(program)
-            self._programs[key] = _Ready(program, runner, constants(program), successors(program))
-            if runner is not None:
-                seconds = (lowered - begun, time.perf_counter() - lowered)
-                self._note(Compilation(self.__name__, len(self._programs), *seconds, *_counts(runner), changed))
+        if strangers or key not in self._programs:
+            self._programs[key] = self._made(key, args, leaves, strangers)
         return self._programs[key]
 
-    def _donated_leaves(self, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """The flat inputs that belong to donated arguments."""
-        owners = [i for i, arg in enumerate(args) for _ in tree.leaves(arg)]
-        return tuple(leaf for leaf, i in enumerate(owners) if i in self._donated)
+    def _made(self, key: Any, args: tuple[Any, ...], leaves: list[Any], strangers: list[Array]) -> _Ready:
+        """What runs a signature that is new; an error if some Arrays are of another mesh."""
+        names = argument_names(self._f, len(args))
+        where = paths(names, args)
+        problems = [
+            f"{path} is on mesh {leaf.mesh}, {self.__name__} is compiled for {self._mesh}; put it there with "
+            "ft.device_put(x.full(), spec, mesh)."
+            for path, leaf in zip(where, leaves, strict=True)
+            if any(leaf is stranger for stranger in strangers)
+        ]
+        raise_batch(ShardingError, problems, f"the arguments of {self.__name__}")
+        if self._max_traces is not None and len(self._programs) >= self._max_traces:
+            raise TraceError(self._retraced(key, where))
+        begun = time.perf_counter()
+        if self._runs() is Inductor:
+            _torch.prepare_inductor()
+        signature, layouts = key
+        if signature not in self._traces:
+            self._traces[signature] = trace(self._f, args, names)
+        program = lower(
+            self._traces[signature],
+            list(layouts),
+            self._mesh,
+            self._rules,
+            conflicts=self._conflicts,
+            reduce_dtype=self._reduce_dtype,
+            passes=self._passes,
+        )
+        donated = [i in self._donated for i, arg in enumerate(args) for _ in tree.leaves(arg)]
+        program.donated = tuple(leaf for leaf, gone in enumerate(donated) if gone)
+        lowered = time.perf_counter()
+        changed = self._changed(key, where) if self._programs else ""
+        runner = self._runner(program)
+        if runner is not None:
+            seconds = (lowered - begun, time.perf_counter() - lowered)
+            self._note(Compilation(self.__name__, len(self._programs) + 1, *seconds, *_counts(runner), changed))
+        places = successors(program)
+        whole = [(not (layout.axes or layout.storage), places.get(j)) for j, layout in enumerate(program.out_layouts)]
+        return _Ready(program, runner, constants(program), donated, whole)
 
     def _runs(self) -> type | None:
         """What runs a program here; nothing does on an abstract mesh."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,15 +37,18 @@ class Eager:
         # Inner bodies come after the ones that call them.
         for body in reversed(program.bodies.values()):
             for name, graph in body.graphs():
-                self._functions[name] = self._function(graph, name)
+                self._functions[name] = self._function(graph, name, _carried(body, name))
         self._step = self._function(program.graph, program.name)
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The flat outputs for the flat inputs; the list of inputs is emptied, so that what it alone holds can go."""
         return self._step(inputs)
 
-    def _function(self, graph: fx.Graph, name: str) -> Callable[[list[Any]], list[Any]]:
-        """A graph as a Python function of the list of its inputs without coordinates, which it empties."""
+    def _function(self, graph: fx.Graph, name: str, carried: int = 0) -> Callable[[list[Any]], list[Any]]:
+        """A graph as a Python function of the list of its inputs without coordinates, which it empties.
+
+        The leading ``carried`` results are inputs of the next call.
+        """
         copy = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         axes: list[str | None] = []
@@ -60,10 +64,10 @@ class Eager:
                 *args, group = env[node].args
                 env[node].args = (*args, bound_group(self._program.mesh, str(group)))
         fixed = [self._coordinates[a] for a in axes if a is not None]
-        run = fx.GraphModule(torch.nn.Module(), _emptying(self._finish(copy, name, env))).forward
-        return lambda inputs: list(run([*fixed, *_drained(inputs)]))
+        run = fx.GraphModule(torch.nn.Module(), _emptying(self._finish(copy, name, env, carried))).forward
+        return functools.partial(run, *fixed) if fixed else run
 
-    def _finish(self, graph: fx.Graph, name: str, env: dict[fx.Node, fx.Node]) -> fx.Graph:
+    def _finish(self, graph: fx.Graph, name: str, env: dict[fx.Node, fx.Node], carried: int) -> fx.Graph:
         """What runs for a bound graph; ``env`` has its node for every node of the program's graph."""
         return graph
 
@@ -107,24 +111,29 @@ class Eager:
         }[node.target]  # type: ignore[index]
 
 
-def _drained(values: list[Any]) -> list[Any]:
-    """The values of a list, which is empty afterwards: its owner keeps nothing alive."""
-    taken = list(values)
-    values.clear()
-    return taken
+def _carried(body: LoweredBody, name: str) -> int:
+    """How many leading results of one of a body's graphs are carried on to the next step of a scan."""
+    if name == body.name:
+        return body.n_carry
+    return sum(j < body.n_carry for j in body.gradient_of) if name == f"{body.name}.backward" else 0
 
 
 def _emptying(graph: fx.Graph) -> fx.Graph:
-    """The graph with one input, the list of its inputs; an input lives no longer than what reads it.
+    """The graph with its coordinates and one more input, the list of its others; an input lives no longer than what
+    reads it.
 
     The arguments of a Python call live as long as the call.
     """
     made = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    box = made.placeholder("inputs")
     places = [n for n in graph.nodes if n.op == "placeholder"]
+    for node in places:
+        if "coordinate" in node.meta:
+            env[node] = made.node_copy(node)
+    box = made.placeholder("inputs")
     for node in reversed(places):
-        env[node] = made.call_method("pop", (box,))
+        if node not in env:
+            env[node] = made.call_method("pop", (box,))
     for node in graph.nodes:
         if node.op != "placeholder":
             env[node] = made.node_copy(node, env.__getitem__)

@@ -6,7 +6,6 @@ pieces (:mod:`functitan.runtime.pieces`). There are no guards: a program has one
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,8 @@ from functitan.compiler.donation import holders, overwritable
 from functitan.compiler.program import Program
 from functitan.errors import FunctitanError
 from functitan.runtime.eager import Eager
-from functitan.runtime.pieces import Piece, cut, renames
+from functitan.runtime.outer_graph import OuterGraph, strided
+from functitan.runtime.pieces import Piece, cut
 
 aten = torch.ops.aten
 
@@ -54,36 +54,34 @@ class Inductor(Eager):
                 f"none. {error}"
             ) from None
 
-    def _finish(self, graph: fx.Graph, name: str, env: dict[fx.Node, fx.Node]) -> fx.Graph:
+    def _finish(self, graph: fx.Graph, name: str, env: dict[fx.Node, fx.Node], carried: int) -> fx.Graph:
         views: dict[fx.Node, set[fx.Node]] = {n: set() for n in graph.nodes}
         over: dict[fx.Node, fx.Node] = {}
         if name == self._program.name:
             views = {env[n]: {env[r] for r in roots} for n, roots in self._donation[0].items()}
             over = {env[out]: env[place] for out, place in self._donation[1].items()}
-        places = [n for n in graph.nodes if n.op == "placeholder" and "coordinate" not in n.meta]
-        outer = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        places = [n for n in inputs if "coordinate" not in n.meta]
+        # The step's are the user's.
+        known = set(inputs).difference(places if name == self._program.name else ())
+        outer = OuterGraph(known, carried)
         for item in cut(graph, over, views):
             if isinstance(item, Piece):
-                self._place(outer, made, item, name)
+                outer.add_piece(item, self._compiled(item, name))
                 self.written |= {places.index(place) for place in item.writes.values()}
-            elif renames(item):
-                made[item] = made[item.all_input_nodes[0]]
             else:
-                made[item] = outer.node_copy(item, made.__getitem__)
-        outer.lint()
-        return outer
+                outer.add(item)
+        outer.graph.lint()
+        return outer.graph
 
-    def _place(self, outer: fx.Graph, made: dict[fx.Node, fx.Node], piece: Piece, name: str) -> None:
-        """Append a compiled piece to the outer graph."""
+    def _compiled(self, piece: Piece, name: str) -> Callable[..., Any]:
+        """The compiled code of a piece, made once for all that are the same."""
         key = signature(piece)
         if key not in self._pieces:
             hits = _torch.inductor_cache_hits()
             self._pieces[key] = compiled(piece, name)
             self.from_cache.append(_torch.inductor_cache_hits() > hits)
-        call = outer.call_function(self._pieces[key], tuple(made[n] for n in piece.inputs))
-        for i, node in enumerate(piece.outs):
-            made[node] = outer.call_function(operator.getitem, (call, i))
+        return self._pieces[key]
 
 
 def signature(piece: Piece) -> Any:
@@ -111,7 +109,7 @@ def _type(val: torch.Tensor, flat: bool) -> Any:
 
 
 def compiled(piece: Piece, name: str) -> Callable[..., Any]:
-    """A piece as a function of its operands, which are brought into the memory order that it was compiled for."""
+    """A piece as a function of its operands in the memory order of their fake values."""
     graph = fx.Graph()
     own: dict[fx.Node, fx.Node] = {}
     values = [n.meta["val"] for n in piece.inputs]
@@ -135,40 +133,42 @@ def compiled(piece: Piece, name: str) -> Callable[..., Any]:
 
 
 def _call(artifact: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
-    strides = [tuple(n.meta["val"].stride()) for n in piece.inputs]
-    if not piece.writes:
-        return lambda *operands: artifact(*map(_strided, operands, strides))
-    # Where each result is: among what the artifact returns, or the operand that it was written to.
-    fresh = [n for n in piece.outs if n not in piece.writes]
-    where = [(0, fresh.index(n)) if n in fresh else (1, piece.inputs.index(piece.writes[n])) for n in piece.outs]
+    """A compiled piece; what it returns is in the memory order of its fake values."""
+    strides = [n.meta["val"].stride() for n in piece.outs]
+    results = _results(piece)
+    misplaced: list[int] | None = None
 
     def call(*operands: torch.Tensor) -> list[torch.Tensor]:
-        ready = list(map(_strided, operands, strides))
-        found = (artifact(*ready), ready)
-        return [found[side][i] for side, i in where]
+        nonlocal misplaced
+        found = results(artifact(*operands), operands)
+        if misplaced is None:  # once: the order is a property of the code
+            misplaced = [i for i, x in enumerate(found) if strided(x, strides[i]) is not x]
+        for i in misplaced:
+            found[i] = strided(found[i], strides[i])
+        return found
 
     return call
 
 
 def _flat_call(artifact: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
-    fresh = [n for n in piece.outs if n not in piece.writes]
-    where = [(0, fresh.index(n)) if n in fresh else (1, piece.inputs.index(piece.writes[n])) for n in piece.outs]
-    shaped = next(i for i, n in enumerate(piece.inputs) if n.meta["val"].ndim)
+    """A compiled piece that takes and returns its values with one dim, scalars aside."""
+    wide = [n.meta["val"].ndim > 0 for n in piece.inputs]
+    wide_outs = [n.meta["val"].ndim > 0 for n in piece.outs if n not in piece.writes]
+    results = _results(piece)
 
     def call(*operands: torch.Tensor) -> list[torch.Tensor]:
-        ready = [x.contiguous() for x in operands]
-        shape = ready[shaped].shape
-        found = ([_shaped(x, shape) for x in artifact(*(x.view(-1) if x.ndim else x for x in ready))], ready)
-        return [found[side][i] for side, i in where]
+        shape = operands[wide.index(True)].shape
+        flat = artifact(*(x.view(-1) if w else x for x, w in zip(operands, wide, strict=True)))
+        return results([x.view(shape) if w else x for x, w in zip(flat, wide_outs, strict=True)], operands)
 
     return call
 
 
-def _shaped(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    return x.view(shape) if x.ndim else x
-
-
-def _strided(x: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    if x.stride() == stride or x.numel() <= 1:
-        return x
-    return torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device).copy_(x)
+def _results(piece: Piece) -> Callable[..., list[torch.Tensor]]:
+    """The results of a piece, in order: of what its code returns, and of the operands that it writes to."""
+    fresh = [n for n in piece.outs if n not in piece.writes]
+    if len(fresh) == len(piece.outs):
+        return lambda found, operands: list(found)
+    place = {n: (1, piece.inputs.index(piece.writes[n])) for n in piece.writes}
+    where = [place.get(n) or (0, fresh.index(n)) for n in piece.outs]
+    return lambda *sides: [sides[side][i] for side, i in where]

@@ -129,18 +129,18 @@ class Lockstep:
 class _RankedOps:
     """What a scan does with per-rank values."""
 
-    def split(self, x: Ranked) -> Ranked:
-        return [v.unbind(0) for v in x]
+    def rows(self, x: Ranked) -> Sequence[Ranked]:
+        return [list(row) for row in zip(*map(_ONE.rows, x), strict=True)]
 
-    def row(self, x: Ranked, i: int) -> Ranked:
-        return [v[i] for v in x]
-
-    def write(self, stack: Ranked | None, i: int, row: Ranked, length: int) -> Ranked:
-        stacks = [None] * len(row) if stack is None else stack
-        return [_ONE.write(s, i, v, length) for s, v in zip(stacks, row, strict=True)]
-
-    def rows(self, rows: Sequence[Ranked]) -> Ranked:
+    def listed(self, rows: Sequence[Ranked]) -> Ranked:
         return [list(column) for column in zip(*rows, strict=True)]
+
+    def stack(self, row: Ranked, length: int) -> Ranked:
+        return [_ONE.stack(v, length) for v in row]
+
+    def write(self, places: Sequence[Ranked], rows: Sequence[Ranked]) -> None:
+        for place, row in zip(places, rows, strict=True):
+            _ONE.write(place, row)
 
     def add(self, a: Ranked, b: Ranked) -> Ranked:
         return [x + y for x, y in zip(a, b, strict=True)]
