@@ -8,7 +8,6 @@ body closes over become inputs.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from functitan import _torch, tree
 from functitan.compiler import markers
+from functitan.compiler.closures import signed
 from functitan.compiler.local import LocalBody, LocalCall, local_body
 from functitan.compiler.trace import Traced, make_graph
 from functitan.errors import TraceError
@@ -158,7 +158,7 @@ class TracingAnnotator:
             given, rest = iter(values), iter(static)
             return f(*tree.unflatten(in_tree, [next(given) if t else next(rest) for t in is_tensor]))
 
-        where = (in_tree, tuple(is_tensor), _signed(static)[0])
+        where = (in_tree, tuple(is_tensor), signed(static)[0])
         body, captured = self._body(f, flat, tensors, 0, 0, where, options)
         outs = markers.Call.apply(body, None, *tensors, *captured)
         return tree.unflatten(body.out_tree, outs)
@@ -208,7 +208,7 @@ class TracingAnnotator:
         leaves, in_tree = tree.flatten(args)
         types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in leaves if isinstance(t, torch.Tensor))
         specs = (repr(local.in_specs), repr(local.out_specs))
-        key = ("local", _signed(local.f)[0], local.name, specs, in_tree, types, torch.is_grad_enabled())
+        key = ("local", signed(local.f)[0], local.name, specs, in_tree, types, torch.is_grad_enabled())
         if key not in self._local:
             self._local[key] = (local_body(local, args, self._traced.fake_mode), local.f)
             body = self._local[key][0]
@@ -233,7 +233,7 @@ class TracingAnnotator:
         options: dict[str, Any],
     ) -> tuple[Body, list[torch.Tensor]]:
         """The body of a call and the tensors that this call captures, traced unless a like call was."""
-        closure = _signed(f)
+        closure = signed(f)
         types = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
         signature = (
             closure[0],
@@ -376,52 +376,3 @@ def _fresh(t: torch.Tensor, needs: bool) -> torch.Tensor:
 def _row(t: torch.Tensor) -> torch.Tensor:
     """A fake of one step's slice of a scanned leaf."""
     return torch.empty(t.shape[1:], dtype=t.dtype, device=t.device).requires_grad_(t.requires_grad)
-
-
-def _signed(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A key of what a function closes over, or of other static values, and the tensors therein in a fixed order.
-
-    Calls with equal keys and tensors of equal types are one body. Values that are neither plain data nor plain
-    Python functions are their own key.
-    """
-    tensors: list[torch.Tensor] = []
-    places: dict[int, int] = {}
-    open_functions: list[int] = []  # a function may close over itself
-
-    def sign(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            # The first place of the same tensor: two names for one are another closure than one for each.
-            place = places.setdefault(id(value), len(tensors))
-            tensors.append(value)
-            return ("tensor", place, tuple(value.shape), value.dtype, value.requires_grad)
-        if isinstance(value, functools.partial):
-            return ("partial", sign(value.func), sign(value.args), sign(value.keywords))
-        code = getattr(value, "__code__", None)
-        if code is not None:
-            if id(value) in open_functions:
-                return ("itself", open_functions.index(id(value)))
-            open_functions.append(id(value))
-            cells = getattr(value, "__closure__", None) or ()
-            filled = tuple(sign(c.cell_contents) for c in cells if _filled(c))
-            defaults = sign((getattr(value, "__defaults__", None), getattr(value, "__kwdefaults__", None)))
-            open_functions.pop()
-            return ("function", code, filled, defaults, id(getattr(value, "__self__", None)))
-        leaves, treedef = tree.flatten(value)
-        if len(leaves) != 1 or leaves[0] is not value:
-            return ("tree", treedef, tuple(sign(leaf) for leaf in leaves))
-        try:
-            hash(value)
-        except TypeError:
-            return ("object", id(value))
-        # Equal is not alike: 1 == 1.0 == True, and 0.0 == -0.0.
-        return ("value", type(value), value, repr(value) if isinstance(value, float | complex) else "")
-
-    return sign(value), tensors
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 (an empty cell raises)
-    except ValueError:
-        return False
-    return True

@@ -44,7 +44,9 @@ def _notes(program: Program) -> Iterable[str]:
     """What a reader should know beside the numbers."""
     notes = []
     if program.unused_rules:
-        notes.append(f"rules that no annotation of the function names: {', '.join(program.unused_rules)}")
+        # The layouts of its arguments, made before, do not tell which rules they came from.
+        unused = ", ".join(program.unused_rules)
+        notes.append(f"rules that no annotation inside the function names, though those of its arguments may: {unused}")
     if program.choices:
         notes.append(f"settled without being asked ({len(program.choices)}):")
         notes += [shortened(f"  {' '.join(text.split())}", 100) for _, text in program.choices[:5]]

@@ -228,10 +228,15 @@ class Recipe:
         Raises:
             ConfigError: ``save_names`` or ``remat_budget`` without the policy that reads them, or the other way round.
         """
-        if (self.remat == "memory_budget") != (self.remat_budget is not None):
+        if self.remat == "memory_budget" and self.remat_budget is None:
             raise ConfigError(
-                f"recipe {self.name}: remat_budget={self.remat_budget} is read by remat=memory_budget, and remat is "
-                f"{self.remat}. Set both, the budget from 0 (least memory) to 1."
+                f"recipe {self.name}: remat=memory_budget needs a budget, and remat_budget is not set. Set remat_budget "
+                "to a fraction from 0 (least memory) to 1, or another remat."
+            )
+        if self.remat_budget is not None and self.remat != "memory_budget":
+            raise ConfigError(
+                f"recipe {self.name}: remat_budget={self.remat_budget} is read by remat=memory_budget alone, and remat "
+                f"is {self.remat}. Set remat=memory_budget, or leave remat_budget out."
             )
         if self.remat_budget is not None:
             if not 0 <= self.remat_budget <= 1:

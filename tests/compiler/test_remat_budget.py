@@ -149,8 +149,9 @@ def test_what_is_no_budget_is_refused(given, words):
 def test_a_recipe_sets_both():
     recipe = load_recipe("llama3-debug")
     assert recipe.replace(remat="memory_budget", remat_budget=0.25).remat_policy() == ft.memory_budget(0.25)
-    for wrong in ({"remat": "memory_budget"}, {"remat_budget": 0.5}):
-        with pytest.raises(ConfigError, match="Set both"):
-            recipe.replace(**wrong).remat_policy()
+    with pytest.raises(ConfigError, match=r"remat=memory_budget needs a budget.* Set remat_budget to a fraction"):
+        recipe.replace(remat="memory_budget").remat_policy()
+    with pytest.raises(ConfigError, match=r"remat_budget=0.5 is read by .* and remat is None. Set remat=memory_budget"):
+        recipe.replace(remat_budget=0.5).remat_policy()
     with pytest.raises(ConfigError, match="not a fraction"):
         recipe.replace(remat="memory_budget", remat_budget=1.5).remat_policy()
