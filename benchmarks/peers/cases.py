@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,18 +20,43 @@ class Case:
     """One way to train the model.
 
     Attributes:
-        name: shown.
-        module: the peer's module in this package.
-        options: its arguments.
-        python: its interpreter.
+        name: by which it is chosen.
+        title: shown.
+        project: whose it is; other projects than ours and torch have an environment of their own.
+        options: arguments of the project's driver.
         processes: how many, one per rank; they share the cores.
+        against: the case of ours that does the same.
+        goal: for a step of ours over one of this.
+        first_goal: likewise for the time to the first step.
+        python: its interpreter.
     """
 
     name: str
-    module: str
+    title: str
+    project: str
     options: tuple[str, ...] = ()
-    python: str = sys.executable
     processes: int = 1
+    against: str = ""
+    goal: float | None = None
+    first_goal: float | None = None
+    python: str = ""
+
+
+_FSDP, _TENSOR = "two processes, fsdp=2", "two processes, tensor=2 with sequence sharding"
+_BLOCKS, _WHOLE = ("--compile", "block"), ("--compile", "whole")
+_CASES = [
+    Case("functitan", "functitan, inductor", "functitan"),
+    Case("torch-blocks", "torch, each block compiled", "torch", _BLOCKS, 1, "functitan", 0.9, 1.0),
+    Case("torch-whole", "torch, the whole model compiled", "torch", _WHOLE, 1, "functitan", 0.9, 0.6),
+    Case("jax", "JAX, jit", "jax", (), 1, "functitan", 0.55),
+    Case("titan", "TorchTitan, compiled", "titan", (), 1, "functitan"),
+    Case("functitan-fsdp", f"functitan, {_FSDP}", "functitan", ("--mesh", "fsdp=2"), 2),
+    Case("titan-fsdp", f"TorchTitan, {_FSDP}", "titan", (), 2, "functitan-fsdp", 0.85),
+    Case("functitan-tensor", f"functitan, {_TENSOR}", "functitan", ("--mesh", "tensor=2"), 2),
+    Case("titan-tensor", f"TorchTitan, {_TENSOR}", "titan", ("--parallel", "tensor"), 2, "functitan-tensor", 0.75),
+]
+#: By name, in the order in which they take turns.
+CASES = {case.name: case for case in _CASES}
 
 
 class PeerError(RuntimeError):
@@ -116,9 +140,9 @@ def start(case: Case, cache: Path, sizes: Sequence[str], cores: int) -> Running:
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
         processes.append(
             subprocess.Popen(
-                [case.python, "-m", f"benchmarks.peers.{case.module}", *case.options, *sizes],
+                [case.python, "-m", f"benchmarks.peers.{case.project}_llama", *case.options, *sizes],
                 cwd=ROOT,
-                env=os.environ | shared | (ranks | place if case.processes > 1 else {}),
+                env=os.environ | shared | ranks | place,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -70,7 +70,7 @@ def main() -> None:
         state = jax.block_until_ready((params, opt))
         return float(loss)
 
-    serve(step, time.perf_counter(), version=jax.__version__)
+    serve(step, time.perf_counter(), version=f"{jax.__version__}, optax {optax.__version__}")
 
 
 if __name__ == "__main__":
