@@ -280,6 +280,13 @@ def inductor_cache_hits() -> int:
     return counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
 
 
+def inductor_caches() -> bool:
+    """Whether inductor keeps what it compiles on disk."""
+    from torch._inductor import config
+
+    return config.fx_graph_cache and not config.force_disable_caches
+
+
 def flat_fakes(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Fake one-dimensional tensors of one symbolic size in place of values of one shape; scalars stay scalars.
 

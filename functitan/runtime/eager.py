@@ -34,15 +34,29 @@ class Eager:
         check_plans(program)
         self._coordinates = {a: torch.tensor(v) for a, v in coordinates.items()}
         self._functions: dict[str, Callable[[list[Any]], list[Any]]] = {}
-        # Inner bodies come after the ones that call them.
-        for body in reversed(program.bodies.values()):
-            for name, graph in body.graphs():
-                self._functions[name] = self._function(graph, name, _carried(body, name))
-        self._step = self._function(program.graph, program.name)
+        self._bind()
+        self._build()
 
     def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The flat outputs for the flat inputs; the list of inputs is emptied, so that what it alone holds can go."""
         return self._step(inputs)
+
+    def _bind(self) -> None:
+        """Make the groups of all collectives, which takes all processes; nothing after it does."""
+        for _, graph in self._program.graphs():
+            for node in graph.nodes:
+                if isinstance(node.target, Exchange):
+                    bound_group(self._program.mesh, group(node.target.group))
+                elif "collective" in node.meta:
+                    bound_group(self._program.mesh, str(nodes.args(node)[-1]))
+
+    def _build(self) -> None:
+        """Make a Python function of every graph."""
+        # Inner bodies come after the ones that call them.
+        for body in reversed(self._program.bodies.values()):
+            for name, graph in body.graphs():
+                self._functions[name] = self._function(graph, name, _carried(body, name))
+        self._step = self._function(self._program.graph, self._program.name)
 
     def _function(self, graph: fx.Graph, name: str, carried: int = 0) -> Callable[[list[Any]], list[Any]]:
         """A graph as a Python function of the list of its inputs without coordinates, which it empties.
@@ -61,8 +75,8 @@ class Eager:
             elif isinstance(node.target, Exchange):
                 env[node].target = self._exchange(node.target)
             elif "collective" in node.meta:
-                *args, group = env[node].args
-                env[node].args = (*args, bound_group(self._program.mesh, str(group)))
+                *args, axes_name = env[node].args
+                env[node].args = (*args, bound_group(self._program.mesh, str(axes_name)))
         fixed = [self._coordinates[a] for a in axes if a is not None]
         run = fx.GraphModule(torch.nn.Module(), _emptying(self._finish(copy, name, env, carried))).forward
         return functools.partial(run, *fixed) if fixed else run

@@ -6,6 +6,7 @@ pieces (:mod:`functitan.runtime.pieces`). There are no guards: a program has one
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from functitan.errors import FunctitanError
 from functitan.runtime.eager import Eager
 from functitan.runtime.outer_graph import OuterGraph, strided
 from functitan.runtime.pieces import Piece, cut
+from functitan.sharding.processes import first_of_machine
 
 aten = torch.ops.aten
 
@@ -40,9 +42,15 @@ class Inductor(Eager):
         self._pieces: dict[Any, Callable[..., Any]] = {}
         views = holders(program)
         self._donation = (views, overwritable(program, views))
+        super().__init__(program, coordinates)
+
+    def _build(self) -> None:
+        # Processes compile the same graphs: the first of a machine does, the others find them on disk.
+        shared = self._program.mesh.kind == "process" and self._program.mesh.size > 1 and _torch.inductor_caches()
+        alone = first_of_machine() if shared else contextlib.nullcontext()
         try:
-            with _torch.kernels_built_together():
-                super().__init__(program, coordinates)
+            with alone, _torch.kernels_built_together():
+                super()._build()
         except _torch.MissingCompilerError as error:
             raise BackendError(
                 f'the backend "inductor" needs a C++ compiler, and none was found ({str(error).splitlines()[0]}). '

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -53,6 +55,24 @@ def wait_for_all() -> None:
     """Wait until every process of the job is here."""
     if dist.is_initialized() and world() > 1:
         dist.barrier()
+
+
+@contextlib.contextmanager
+def first_of_machine() -> Iterator[None]:
+    """Do something on the first process of each machine, then on the others, which find what it left on disk.
+
+    All processes of a job come here. Nothing inside may need another one.
+    """
+    if int(os.environ.get("LOCAL_RANK", rank())) != 0:
+        wait_for_all()
+        yield
+        return
+    try:
+        yield
+    except Exception:
+        wait_for_all()  # the others fail by themselves
+        raise
+    wait_for_all()
 
 
 def _stop() -> None:

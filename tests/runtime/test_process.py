@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def test_four_processes_over_gloo_equal_the_simulated_mesh() -> None:
 def test_programs_that_only_move_data_on_four_processes(mesh: str, dtype: str, transport: str) -> None:
     """Every way to lay a value over the mesh, and exchanges in bodies: the same bits."""
     run_ranks(4, "tests.runtime.ranks_moves", mesh, dtype, transport=transport)
+
+
+def test_one_process_of_a_machine_compiles_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    first, second = (
+        re.search(r"graphs (\d+), cached (\d+)", out) for out in run_ranks(2, "tests.runtime.ranks_compile")
+    )
+    assert first is not None and second is not None
+    assert int(first[1]) > 0 and int(first[2]) == 0
+    assert second[1] == second[2] == first[1]
 
 
 def _functitan(*arguments: str, folder: Path) -> subprocess.Popen[str]:
