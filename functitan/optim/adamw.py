@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from functitan import tree
-from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.hyperparams import Hyper, check_shares, current, first
 from functitan.optim.transform import GradientTransformation, PyTree
 
 
@@ -53,11 +53,15 @@ def adamw(
     Returns:
         A transformation with the state :class:`AdamWState`; updates have the moments' dtype.
 
+    Raises:
+        ArgumentError: a decay rate of a moment outside of [0, 1).
+
     >>> rule = adamw(0.1, weight_decay=0.0)
     >>> params = {"w": torch.tensor(1.0)}
     >>> rule.update({"w": torch.tensor(5.0)}, rule.init(params), params)[0]
     {'w': tensor(-0.1000)}
     """
+    check_shares("adamw", b1=b1, b2=b2)
 
     def init(params: PyTree) -> AdamWState:
         leaves = tree.leaves(params)

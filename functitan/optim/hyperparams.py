@@ -36,6 +36,25 @@ def current(value: Hyper, kept: torch.Tensor, step: torch.Tensor) -> torch.Tenso
     return value(step).to(kept.dtype) if callable(value) else kept
 
 
+def share_problems(**rates: Hyper) -> list[str]:
+    """What is wrong with the rates of running averages that are numbers.
+
+    >>> share_problems(b1=0.9, b2=1.0)
+    ['b2=1.0: it is the share of an average that a step keeps, from 0 to below 1.']
+    """
+    numbers = {name: value for name, value in rates.items() if isinstance(value, float | int)}
+    return [
+        f"{name}={value}: it is the share of an average that a step keeps, from 0 to below 1."
+        for name, value in numbers.items()
+        if not 0 <= value < 1
+    ]
+
+
+def check_shares(rule: str, **rates: Hyper) -> None:
+    """Raise one ArgumentError for all of :func:`share_problems`."""
+    raise_batch(ArgumentError, share_problems(**rates), f"the settings of {rule}")
+
+
 @tree.dataclass
 class InjectState:
     """The state of a rule of :func:`inject_hyperparams`.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from functitan import tree
-from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.hyperparams import Hyper, check_shares, current, first
 from functitan.optim.transform import GradientTransformation, PyTree
 
 
@@ -42,11 +42,15 @@ def lion(
     Returns:
         A transformation with the state :class:`LionState`; updates have the momentum's dtype.
 
+    Raises:
+        ArgumentError: ``b1`` or ``b2`` outside of [0, 1).
+
     >>> rule = lion(0.5)
     >>> params = {"w": torch.tensor([3.0, -0.25])}
     >>> rule.update(params, rule.init(params), params)[0]
     {'w': tensor([-0.5000,  0.5000])}
     """
+    check_shares("lion", b1=b1, b2=b2)
 
     def init(params: PyTree) -> LionState:
         leaves = tree.leaves(params)

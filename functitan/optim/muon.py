@@ -20,7 +20,7 @@ import torch
 from functitan import tree
 from functitan.errors import suggest
 from functitan.optim.blocks import Blocks
-from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.hyperparams import Hyper, current, first, share_problems
 from functitan.optim.newton_schulz import Coefficients
 from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale
 from functitan.optim.transform import GradientTransformation, PyTree
@@ -132,7 +132,7 @@ def muon(
     {'w': tensor([[-0.1108, -0.0000],
             [-0.0000, -0.1108]])}
     """
-    more = form_problems(momentum_form)
+    more = [*form_problems(momentum_form), *share_problems(momentum=momentum)]
     if as_torch and momentum_form != "ema":
         more.append(
             f'as_torch=True with momentum_form="{momentum_form}": torch.optim.Muon has the form "ema". Write it.'

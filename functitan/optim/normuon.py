@@ -24,7 +24,7 @@ import torch
 from functitan import tree
 from functitan.annotations import constrain_like
 from functitan.optim.blocks import Blocks
-from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.hyperparams import Hyper, current, first, share_problems
 from functitan.optim.muon import MomentumForm, form_problems, with_momentum
 from functitan.optim.newton_schulz import Coefficients
 from functitan.optim.orthogonalize import Layout, Orthogonalize, Scale
@@ -93,9 +93,10 @@ def normuon(
     {'w': tensor([[-0.1108, -0.0000],
             [-0.0000, -0.1108]])}
     """
+    more = [*form_problems(momentum_form), *share_problems(momentum=momentum, b2=b2)]
     orthogonalize = Orthogonalize.of(
         "normuon", schedule=schedule, scale=scale, eps=ns_eps, ns_dtype=ns_dtype, blocks=blocks, convs=convs, layout=layout,
-        axes=axes, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, gram=gram, more=form_problems(momentum_form),
+        axes=axes, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, gram=gram, more=more,
     )  # fmt: skip
 
     def init(params: PyTree) -> NorMuonState:

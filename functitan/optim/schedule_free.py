@@ -20,7 +20,7 @@ import torch
 from functitan import tree
 from functitan.errors import ArgumentError
 from functitan.optim.adamw import bias_correction
-from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.hyperparams import Hyper, check_shares, current, first
 from functitan.optim.transform import GradientTransformation, PyTree
 
 
@@ -73,7 +73,7 @@ def schedule_free_adamw(
         A transformation with the state :class:`ScheduleFreeState`; updates are at least float32.
 
     Raises:
-        ArgumentError: ``b1`` outside of (0, 1).
+        ArgumentError: ``b1`` outside of (0, 1), ``b2`` outside of [0, 1).
 
     >>> from functitan import optim
     >>> rule, params = optim.schedule_free_adamw(0.5), {"w": torch.tensor(1.0)}
@@ -84,6 +84,7 @@ def schedule_free_adamw(
     >>> params["w"], optim.eval_params(state, params)["w"]
     (tensor(0.2250), tensor(0.2500))
     """
+    check_shares("schedule_free_adamw", b2=b2)
     if isinstance(b1, float | int) and not 0 < b1 < 1:
         raise ArgumentError(
             f"schedule_free_adamw was given b1={b1}; gradients are taken between z and x, at a share above 0 and below "

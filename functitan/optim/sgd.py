@@ -8,7 +8,7 @@ import torch
 
 from functitan import tree
 from functitan.errors import ArgumentError
-from functitan.optim.hyperparams import Hyper, current, first
+from functitan.optim.hyperparams import Hyper, check_shares, current, first
 from functitan.optim.transform import GradientTransformation, PyTree
 
 
@@ -45,7 +45,7 @@ def sgd(
         A transformation with the state :class:`SgdState`; updates are at least float32.
 
     Raises:
-        ArgumentError: Nesterov without momentum.
+        ArgumentError: Nesterov without momentum, a momentum outside of [0, 1).
 
     >>> rule = sgd(0.5, momentum=0.5)
     >>> params = {"w": torch.tensor(1.0)}
@@ -53,6 +53,7 @@ def sgd(
     >>> updates["w"], rule.update(params, state, params)[0]["w"]
     (tensor(-0.5000), tensor(-0.7500))
     """
+    check_shares("sgd", momentum=momentum)
     # A schedule, or a tensor, is momentum whatever its value.
     plain = isinstance(momentum, float | int) and not momentum
     if nesterov and plain:

@@ -24,9 +24,9 @@ class MuonConfig(OptimConfig):
         matrix_rule: "muon", or "normuon" for :func:`functitan.optim.normuon`, whose ``b2`` is ``neuron_b2``.
         muon_lr: Muon's peak rate. With scale "match_rms" AdamW's rates fit.
         matrices: globs for the paths of what Muon steps.
-        momentum, nesterov, momentum_form, muon_weight_decay, ns_schedule, scale, ns_dtype, layout, wire_dtype: see
-            :func:`functitan.optim.muon`.
-            Without a layout it is the one of stacked and owned with the lower maximal load.
+        momentum, nesterov, momentum_form, muon_weight_decay, ns_schedule, scale, ns_dtype, layout, wire_dtype,
+            bucket_bytes, gram: see :func:`functitan.optim.muon`. Without a layout it is the one of stacked and owned
+            with the lower maximal load.
         muon_axes: the mesh axes of the ranks that share the work.
     """
 
@@ -44,6 +44,8 @@ class MuonConfig(OptimConfig):
     layout: Layout | None = None
     muon_axes: tuple[str, ...] = ("fsdp", "tensor")
     wire_dtype: torch.dtype | None = None
+    bucket_bytes: int = 64 << 20
+    gram: tuple[str, ...] = ()
 
     def labels(self) -> Labels:
         return [*((pattern, self.matrix_rule) for pattern in self.matrices), ("*", self.rule)]
@@ -60,6 +62,8 @@ class MuonConfig(OptimConfig):
             layout=self.layout,
             axes=() if self.layout == "gathered" else self.muon_axes,
             wire_dtype=self.wire_dtype,
+            bucket_bytes=self.bucket_bytes,
+            gram=self.gram,
         )
         rate = self.schedule(self.muon_lr, steps)
         muon = optim.muon(rate, **settings)

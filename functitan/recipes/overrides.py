@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from functitan.errors import ConfigError, listed, raise_batch, suggest
 from functitan.recipes.base import Family, Recipe
-from functitan.recipes.parse import kind_text, parse_value
+from functitan.recipes.parse import NoSuchChoice, kind_text, parse_value
 from functitan.sharding import Rules
 
 
@@ -135,6 +135,8 @@ def _read(recipe: Recipe, path: str, text: str) -> Any:
 def _parsed(path: str, text: str, kind: Any) -> Any:
     try:
         return parse_value(text, kind)
+    except NoSuchChoice as error:
+        raise ConfigError(f"{path}: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; it takes {kind_text(kind)}.") from None
 

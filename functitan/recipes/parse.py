@@ -13,6 +13,10 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 _TRUE, _FALSE, _NONE = ("true", "yes", "on", "1"), ("false", "no", "off", "0"), ("none", "null")
 
 
+class NoSuchChoice(ConfigError):
+    """A text is none of a few that can be chosen; the message names them all."""
+
+
 def parse_value(text: str, kind: Any) -> Any:
     """``text`` as a value of the type ``kind``.
 
@@ -31,9 +35,12 @@ def parse_value(text: str, kind: Any) -> Any:
         options = get_args(kind)
         if type(None) in options and text.lower() in _NONE:
             return None
-        return _first_that_parses(text, [k for k in options if k is not type(None)], type(None) in options)
+        kinds = [k for k in options if k is not type(None)]
+        if len(kinds) == 1 and get_origin(kinds[0]) is Literal:
+            return _choice(text, kinds[0], ["none"])
+        return _first_that_parses(text, kinds, type(None) in options)
     if origin is Literal:
-        return _named(text, {str(option): option for option in get_args(kind)}, "one of")
+        return _choice(text, kind, [])
     if origin is tuple:
         element = get_args(kind)[0]
         return tuple(parse_value(part.strip(), element) for part in text.split(",") if part.strip())
@@ -86,6 +93,14 @@ def _first_that_parses(text: str, kinds: list[Any], optional: bool) -> Any:
         except ConfigError as error:
             failures.append(str(error))
     raise ConfigError("; ".join(failures) + (", nor none" if optional else ""))
+
+
+def _choice(text: str, kind: Any, more: list[str]) -> Any:
+    known = {str(option): option for option in get_args(kind)}
+    if text not in known:
+        names = [*known, *more]
+        raise NoSuchChoice(f'"{text}" is not one of {listed(names)}.{suggest(text, names)}')
+    return known[text]
 
 
 def _named(text: str, known: dict[str, Any], what: str) -> Any:

@@ -146,6 +146,19 @@ def test_weight_decay_follows_a_schedule_without_injection(factory):
     assert first["w"].tolist() == [-0.5] * 3 and second["w"].tolist() == [-0.25] * 3
 
 
+@pytest.mark.parametrize("factory,names", [
+    (optim.adamw, ("b1", "b2")), (optim.adam, ("b1", "b2")), (optim.lion, ("b1", "b2")), (optim.sgd, ("momentum",)),
+    (optim.muon, ("momentum",)), (optim.normuon, ("momentum", "b2")), (optim.schedule_free_adamw, ("b2",)),
+])  # fmt: skip
+def test_a_share_that_is_none_is_refused(factory, names):
+    for value in (1.0, 2, -0.1):
+        with pytest.raises(ArgumentError) as error:
+            factory(0.1, **dict.fromkeys(names, value))
+        assert all(f"{name}={value}: it is the share of an average" in str(error.value) for name in names)
+    # Tensors and schedules decide as the step runs.
+    assert factory(0.1, **dict.fromkeys(names, torch.tensor(0.5)))
+
+
 def test_b1_of_zero_is_no_momentum():
     params = {"w": torch.ones(2)}
     rule = optim.adamw(0.1, b1=0.0, weight_decay=0.0)

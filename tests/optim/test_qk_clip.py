@@ -66,6 +66,75 @@ def test_the_largest_logit_of_each_head_becomes_tau_and_the_others_stay(heads, g
         assert torch.equal(clipped["wq"][:, kept], params["wq"][:, kept])
 
 
+LATENT = {"wq_b": ((4, 0.5), (2, 1.0)), "wkv_b": ((4, 0.5), (3, 0.0))}
+
+
+def _latent(heads=3):
+    """Multi-head latent attention: rotary keys (here without positions) come from one matrix for all heads."""
+    params = {
+        "wq_b": _normal(8, heads * 6),
+        "wkv_b": _normal(8, heads * 7, seed=1),
+        "wk_rope": _normal(8, 2, seed=2),
+    }
+    params["wq_b"] *= (6.0 ** -torch.arange(heads)).repeat_interleave(6)
+    return params, _normal(3, 5, 8, seed=3)
+
+
+def _latent_logits(params, x, heads=3):
+    q = (x @ params["wq_b"]).unflatten(-1, (heads, 6)).transpose(1, 2)
+    k = (x @ params["wkv_b"]).unflatten(-1, (heads, 7)).transpose(1, 2)
+    return q[..., :4] @ k[..., :4].mT + q[..., 4:] @ (x @ params["wk_rope"])[:, None].mT
+
+
+def test_parts_of_a_head_have_powers_of_their_own():
+    params, x = _latent()
+    before = _latent_logits(params, x)
+    largest = before.amax((0, 2, 3))
+    tau = float(largest[1]) * 1.01  # the first head is clipped, the others stay
+    clipped, _ = _apply(optim.qk_clip(tau, parts=LATENT), params, {"": largest})
+    gamma = (tau / largest).clamp(max=1.0)
+    assert int((gamma < 1).sum()) == 1
+    torch.testing.assert_close(_latent_logits(clipped, x), before * gamma[:, None, None], rtol=1e-12, atol=1e-12)
+    assert torch.equal(clipped["wk_rope"], params["wk_rope"])
+    values = torch.arange(21) % 7 >= 4
+    assert torch.equal(clipped["wkv_b"][:, values], params["wkv_b"][:, values])
+    assert torch.equal(clipped["wq_b"][:, 6:], params["wq_b"][:, 6:])
+
+
+def test_parts_on_a_mesh_are_those_of_one_device():
+    params, x = _latent(4)
+    rule, mesh = (
+        optim.chain(optim.sgd(0.1), optim.qk_clip(TAU, parts=LATENT)),
+        ft.make_mesh({"tensor": 2}, simulate=True),
+    )
+    logits = {"": _latent_logits(params, x, 4).amax((0, 2, 3))}
+    expected, _ = rule.update(params, rule.init(params), params, max_logits=logits)
+    specs = {"wq_b": ft.P(None, "tensor"), "wkv_b": ft.P(None, "tensor"), "wk_rope": ft.P(None, None)}
+    put_all = {k: ft.device_put(p, specs[k], mesh) for k, p in params.items()}
+    state = ft.compile(rule.init, mesh=mesh)(put_all)
+    update = ft.compile(lambda g, s, p, m: rule.update(g, s, p, max_logits=m), mesh=mesh)
+    found, _ = update(put_all, state, put_all, logits)
+    for k, u in expected.items():
+        whole = found[k].full() if isinstance(found[k], ft.Array) else found[k]
+        torch.testing.assert_close(whole, u, rtol=1e-14, atol=1e-14)
+    assert all(isinstance(found[k], ft.Array) and found[k].spec == specs[k] for k in LATENT)
+
+
+def test_parts_that_do_not_fit():
+    params, _ = _latent()
+    zero, logits = tree.map(torch.zeros_like, params), {"": torch.ones(3)}
+    rule = optim.qk_clip(parts={"wq_b": ((4, 0.5),), "wk_b": ((4, 0.5),)})
+    with pytest.raises(ArgumentError, match=r'there is no parameter wk_b; there are .*Did you mean "wkv_b"'):
+        rule.update(zero, rule.init(params), params, max_logits=logits)
+    rule = optim.qk_clip(parts={"wq_b": ((4, 0.5),)})
+    with pytest.raises(ArgumentError, match=r"do not fit wq_b \(8, 18\): they are \(..., H\) for \(..., D, H \* 4\)"):
+        rule.update(zero, rule.init(params), params, max_logits=logits)
+    with pytest.raises(ArgumentError, match=r"(?s)3 problems.*width of each part.*a power of gamma is.*leave alpha"):
+        optim.qk_clip(alpha=0.3, parts={"a": ((0, 0.5),), "b": ((4, 2.0),)})
+    with pytest.raises(ArgumentError, match=r"parts is empty"):
+        optim.qk_clip(parts={})
+
+
 def test_logits_of_zero_or_below_are_no_special_case():
     """tau / S would be infinite, or negative."""
     q, k = clip_factors(torch.tensor([0.0, -3.0, -math.inf, 100.0, 100.5]), 5, 100.0, 0.5)

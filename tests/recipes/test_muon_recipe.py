@@ -122,6 +122,14 @@ def test_lower_prints_who_works_on_what(recipe, monkeypatch, capsys):
     assert total[0] == "7" and "0 B" not in stacked  # 14 matrices on two ranks; each moves there and back
 
 
+def test_buckets_and_the_gram_form_are_settings(recipe):
+    small = override(recipe, ["mesh.fsdp=4", "optim.bucket_bytes=100"])
+    (plan,) = lower_step(small.textless_task()).plans()
+    assert len(plan.stages()) > 1
+    split = override(recipe, ["mesh.tensor=2", "optim.gram=tensor"])
+    assert "for the Gram form over tensor: " in str(lower_step(split.textless_task()))
+
+
 def test_the_rules_that_are_off_by_default_train_alike_on_a_mesh(recipe, corpus):
     """NorMuon for matrices, the schedule-free rule for the rest, QK-clip behind both."""
     settings = ["optim.matrix_rule=normuon", "optim.rule=schedule_free", "optim.qk_clip=0.01"]
