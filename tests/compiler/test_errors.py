@@ -195,22 +195,33 @@ def test_a_stored_parameter_that_is_not_in_use():
     lower(lambda w, x: f(ft.use_params(w), x))
 
 
+@torch.library.custom_op("tests::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    """An op of a user's."""
+    return x.clone()
+
+
+@opaque.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
 def test_an_op_without_a_rule():
     def f(w, x):
-        y = torch.linalg.matrix_exp(x[0, :, :4])
-        return y, torch.linalg.matrix_exp(y)
+        y = opaque(x[0, :, :4])
+        return y, opaque(y)
 
     assert refused(f, ShardingError) == (
         "2 problems in lowering f:\n"
-        f"  1. {HERE} (y = torch.linalg.matrix_exp(x[0, :, :4])): no sharding rule for aten.linalg_matrix_exp.default. "
+        f"  1. {HERE} (y = opaque(x[0, :, :4])): no sharding rule for tests.opaque.default. "
         "If all "
         "its dims must be whole, register one with\n"
-        '    ft.sharding.register_rule(torch.ops.aten.linalg_matrix_exp, "__->__")\n'
+        '    ft.sharding.register_rule(torch.ops.tests.opaque, "__->__")\n'
         'and use letters for dims that may be split, such as "b_->b_".\n'
-        f"  2. {HERE} (return y, torch.linalg.matrix_exp(y)): no sharding rule for aten.linalg_matrix_exp.default. If "
+        f"  2. {HERE} (return y, opaque(y)): no sharding rule for tests.opaque.default. If "
         "all "
         "its dims must be whole, register one with\n"
-        '    ft.sharding.register_rule(torch.ops.aten.linalg_matrix_exp, "__->__")\n'
+        '    ft.sharding.register_rule(torch.ops.tests.opaque, "__->__")\n'
         'and use letters for dims that may be split, such as "b_->b_".'
     )
 
