@@ -28,7 +28,8 @@ def _low(rule, dtype, **settings):
 
 def _rule(name):
     adamw = optim.adamw(0.01)
-    muon = optim.muon(0.01, layout="stacked", axes=("fsdp",), ns_dtype=torch.float32)
+    layout = "owned" if name == "float32" else "stacked"
+    muon = optim.muon(0.01, layout=layout, axes=("fsdp",), ns_dtype=torch.float32)
     if name == "float32":
         return optim.partition({"muon": muon, "adamw": adamw}, LABELS)
     if name == "int8":

@@ -1,5 +1,7 @@
 """The iteration against singular value decompositions, torch's own, and its count of operations."""
 
+import math
+
 import pytest
 import torch
 from torch.optim._muon import _zeropower_via_newtonschulz
@@ -34,10 +36,26 @@ def test_singular_values_go_where_the_polynomials_take_them(schedule, shape, dty
     assert (out - expected).norm() <= near * expected.norm()
 
 
+@pytest.mark.parametrize("shape", [(24, 32), (32, 24), (48, 48)])
+@pytest.mark.parametrize(
+    "dtype,each,all_of_it",
+    [(torch.float64, 1e-12, 1e-12), (torch.float32, 1e-5, 1e-5), (torch.bfloat16, 5e-2, 2.5e-2)],
+)
+def test_each_singular_value_by_itself(shape, dtype, each, all_of_it):
+    """p(s) of every singular value, and no more beside them than rounding leaves. None is above 1.21."""
+    x = _random(shape).to(dtype).double()
+    U, S, Vh = torch.linalg.svd(x, full_matrices=False)
+    expected = singular_value_map(S / S.norm())
+    out = U.mT @ newton_schulz(x, dtype=dtype).double() @ Vh.mT
+    assert (out.diagonal() - expected).abs().max() <= each
+    assert (out - torch.diag(expected)).norm() <= all_of_it * expected.norm()
+    assert torch.linalg.svdvals(out).max() <= 1.21
+
+
 def test_two_phases_end_near_one_and_the_constant_schedule_stays_in_its_band():
     sigma = torch.logspace(-2.6, 0, 200, dtype=torch.float64)
     assert (singular_value_map(sigma, "two_phase") - 1).abs().max() < 2.5e-3
-    once = singular_value_map(sigma, "quintic")
+    once = singular_value_map(torch.logspace(math.log10(2e-3), 0, 200, dtype=torch.float64), "quintic")
     assert once.max() <= 1.21 and once.min() >= 0.67
     # A matrix is not promised the band: a small singular value does not get there.
     assert singular_value_map(torch.tensor(1e-4, dtype=torch.float64)) < 0.1
@@ -52,10 +70,14 @@ def test_the_default_is_torch_bit_for_bit_in_any_batch(shape):
         assert torch.equal(out[i, j], theirs) and torch.equal(newton_schulz(batch[i, j]), theirs)
 
 
-def test_transposes_and_powers_of_two():
-    x = _random((6, 10))
-    torch.testing.assert_close(newton_schulz(x.mT, dtype=torch.float32), newton_schulz(x, dtype=torch.float32).mT)
-    assert torch.equal(newton_schulz(x), newton_schulz(8 * x))
+@pytest.mark.parametrize("dtype,near", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2.5e-2)])
+@pytest.mark.parametrize("shape", [(24, 32), (32, 24), (32, 32)])
+def test_transposes_and_powers_of_two(shape, dtype, near):
+    x = _random(shape)
+    by = lambda x: newton_schulz(x, dtype=dtype).double()  # noqa: E731
+    assert (by(x.mT) - by(x).mT).norm() <= near * by(x).norm()
+    for power in (-12, 3, 30):
+        assert torch.equal(by(x), by(2.0**power * x))
 
 
 def test_zero_stays_zero_and_the_input_is_untouched():
