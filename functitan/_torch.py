@@ -7,7 +7,8 @@ import logging
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._decomp import get_decompositions as get_decompositions
@@ -22,6 +23,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: Errors with which fake tensors refuse to give a value or a data-dependent shape.
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
@@ -181,6 +185,16 @@ def copy_each(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 def register_group(name: str, group: object) -> None:
     """Make a process group known to functional collectives under a name."""
     torch._C._distributed_c10d._register_process_group(name, group)  # type: ignore[arg-type]
+
+
+def joined_axes(mesh: DeviceMesh, axes: Sequence[str], name: str, backend: Any) -> DeviceMesh:
+    """The mesh of one axis that some of a mesh's axes, in its order, are together."""
+    return mesh[tuple(axes)]._flatten(name, backend_override=backend)
+
+
+def set_timeout(group: Any, seconds: float) -> None:
+    """How long a rank waits in a collective of a group for the others."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def placeholder_group(size: int) -> Any:

@@ -10,9 +10,13 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from functitan.errors import ShardingError, listed, suggest
 from functitan.sharding import processes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 KINDS = ("process", "simulated", "abstract")
 
@@ -85,6 +89,24 @@ class Mesh:
         """The coordinates of the ranks whose values this process holds, in rank order."""
         every = list(self.coordinates())
         return {"simulated": every, "process": [every[processes.rank()]], "abstract": []}[self.kind]
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """torch's DeviceMesh of the same axes, whose groups this mesh sends over; for PyTorch's own code beside.
+
+        Every process of the job asks for it at the same point, because its groups may be made then.
+
+        Raises:
+            ShardingError: the mesh is not one of several processes.
+        """
+        if self.kind != "process" or self.size == 1:
+            raise ShardingError(
+                f"the mesh {self} has no DeviceMesh: torch's has a process per rank. Start {self.size} processes with "
+                "torchrun or functitan's --nproc and make the mesh without simulate=True."
+                if self.size > 1
+                else f"the mesh {self} has one rank, and no process group; a DeviceMesh is of several processes."
+            )
+        return processes.device_mesh(self)
 
     def __str__(self) -> str:
         inner = ", ".join(f"{n}={s}" for n, s in self.axes) or "one device"

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from functitan import _torch
 from functitan.errors import ArgumentError
-from functitan.sharding import mailbox
-from functitan.sharding.shared_memory import SharedMemoryGroup
+from functitan.sharding import mailbox, shared_memory
 
 if TYPE_CHECKING:
     from functitan.sharding.mesh import Mesh
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 TIMEOUT = float(os.environ.get("FUNCTITAN_TIMEOUT", "600"))
 #: How ranks on CPUs reach each other: through shared memory where all are on one machine ("auto"), or by gloo.
 TRANSPORT = os.environ.get("FUNCTITAN_TRANSPORT", "auto")
-_names: dict[tuple[tuple[tuple[str, int], ...], str], str] = {}
-_shared: list[SharedMemoryGroup] = []  # torch holds groups of Python without their Python part
 
 
 def world() -> int:
@@ -43,11 +42,14 @@ def start() -> None:
     """Join the job's default process group, once: NCCL where CUDA is, gloo elsewhere."""
     if dist.is_initialized() or world() == 1:
         return
+    if TRANSPORT not in ("auto", "gloo"):
+        raise ArgumentError(f'FUNCTITAN_TRANSPORT={TRANSPORT} is neither "auto" nor "gloo".')
     if torch.cuda.is_available():  # untested so far: no GPU has run this
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=TIMEOUT)
     )
+    shared_memory.register(TIMEOUT)
     atexit.register(_stop)
 
 
@@ -80,42 +82,56 @@ def _stop() -> None:
         dist.destroy_process_group()
 
 
+@functools.cache
+def device_mesh(mesh: Mesh) -> DeviceMesh:
+    """torch's mesh of a process mesh, with a group per axis; every process makes it at the same point."""
+    backend = _backend()
+    return init_device_mesh(
+        "cuda" if torch.cuda.is_available() else "cpu",
+        tuple(mesh.shape.values()),
+        mesh_dim_names=mesh.names,
+        backend_override=dict.fromkeys(mesh.names, backend) if backend else None,
+    )
+
+
+@functools.cache
 def bound_group(mesh: Mesh, name: str) -> str:
-    """The registered name of this rank's group over the axes of ``name`` ("tensor", "data+fsdp").
+    """torch's name of this rank's group over the axes of ``name`` ("tensor", "data+fsdp").
 
     Every process makes all groups of a name in the same order, so all must ask for the same names in the same order;
     they do, because a program's text is the same on all.
     """
-    key = (mesh.axes, name)
-    if key not in _names:
-        axes = name.split("+")
-        rows: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
-        for number, c in enumerate(mesh.coordinates()):
-            rest = tuple(v for a, v in c.items() if a not in axes)
-            rows.setdefault(rest, []).append((tuple(c[a] for a in axes), number))
-        registered = f"functitan:{'x'.join(f'{a}{n}' for a, n in mesh.axes)}:{name}"
-        groups = [[number for _, number in sorted(row)] for row in rows.values()]
-        _torch.register_group(registered, _joined(groups))
-        _names[key] = registered
-    return _names[key]
+    axes, found = name.split("+"), device_mesh(mesh)
+    if len(axes) == 1:
+        group = found.get_group(name)
+    elif axes == [a for a in mesh.names if a in axes]:
+        group = _torch.joined_axes(found, axes, name, _backend()).get_group()
+    else:
+        group = _ordered(mesh, axes)
+    if _backend() is None:
+        _torch.set_timeout(group, TIMEOUT)
+    return group.group_name
 
 
-def _joined(groups: list[list[int]]) -> dist.ProcessGroup:
-    """This rank's group of several that have no rank in common; every process of the job calls this with the same."""
-    own = next(members for members in groups if rank() in members)
-    if TRANSPORT not in ("auto", "gloo"):
-        raise ArgumentError(f'FUNCTITAN_TRANSPORT={TRANSPORT} is neither "auto" nor "gloo".')
-    if TRANSPORT == "auto" and not torch.cuda.is_available() and sys.platform == "linux":
-        listener = mailbox.Listener()
-        found: list[tuple[str, str]] = [("", "")] * world()
-        dist.all_gather_object(found, (mailbox.place(), listener.path))
-        if len({place for place, _ in found}) == 1:
-            links = listener.links(own.index(rank()), [found[number][1] for number in own])
-            _shared.append(SharedMemoryGroup(links, TIMEOUT))
-            return _shared[-1]
-        listener.close()
-    made = [dist.new_group(members, timeout=timedelta(seconds=TIMEOUT)) for members in groups]
-    return made[groups.index(own)]  # pyright: ignore[reportReturnType] (torch's: one that has this rank)
+def _ordered(mesh: Mesh, axes: list[str]) -> Any:
+    """This rank's group over axes in another order than the mesh's, which torch's meshes do not know."""
+    rows: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
+    for number, c in enumerate(mesh.coordinates()):
+        rest = tuple(v for a, v in c.items() if a not in axes)
+        rows.setdefault(rest, []).append((tuple(c[a] for a in axes), number))
+    groups = [[number for _, number in sorted(row)] for row in rows.values()]
+    made = [dist.new_group(members, backend=_backend(), sort_ranks=False) for members in groups]
+    return next(group for group, members in zip(made, groups, strict=True) if rank() in members)
+
+
+@functools.cache
+def _backend() -> str | None:
+    """What the groups of a mesh talk by; None for what the job's default group does."""
+    if torch.cuda.is_available() or TRANSPORT == "gloo" or sys.platform != "linux":
+        return None
+    found = [""] * world()
+    dist.all_gather_object(found, mailbox.place())
+    return shared_memory.BACKEND if len(set(found)) == 1 else None
 
 
 def gather_parts(part: torch.Tensor) -> list[torch.Tensor]:

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from functitan.sharding.mailbox import Mailbox
+from functitan.sharding.mailbox import Listener, Mailbox
 
+#: The name under which torch knows groups of this kind.
+BACKEND = "shared_memory"
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 _REDUCE, _GATHER, _SCATTER, _EXCHANGE = range(4)
 _ADDS: dict[Any, Callable[..., torch.Tensor]] = {
@@ -52,13 +54,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
     Args:
         links: per rank of the group the socket to it; None for this rank.
         timeout: seconds that a rank waits for another.
+        name: torch's for the group.
     """
 
-    def __init__(self, links: Sequence[socket.socket | None], timeout: float) -> None:
+    def __init__(self, links: Sequence[socket.socket | None], timeout: float, name: str = "") -> None:
         self._own = links.index(None)
+        self._name = name
         super().__init__(self._own, len(links))  # pyright: ignore[reportCallIssue]
         self._others = [rank for rank, link in enumerate(links) if link is not None]
         self._mailbox = Mailbox(links, timeout, _KINDS)
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return BACKEND
 
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         (out,), (x,) = outputs, inputs
@@ -117,3 +128,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._mailbox.close(number)
 
         return _Work(end)
+
+
+def register(timeout: float) -> None:
+    """Let torch make groups of this kind, whose ranks find each other by the group's store."""
+
+    def make(options: Any, _: Any) -> SharedMemoryGroup:
+        listener = Listener()
+        options.store.set(str(options.group_rank), listener.path)
+        paths = [options.store.get(str(rank)).decode() for rank in range(options.group_size)]
+        return SharedMemoryGroup(listener.links(options.group_rank, paths), timeout, options.group_id)
+
+    dist.Backend.register_backend(BACKEND, make, extended_api=True, devices=["cpu"])

@@ -39,7 +39,7 @@ def test_four_processes_over_gloo_equal_the_simulated_mesh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dtype", "transport"), [("data=2,tensor=2", "float32", "gloo"), ("tensor=4", "int64", "auto")]
+    ("mesh", "dtype", "transport"), [("data=2,tensor=2", "float32", "gloo"), ("data=2,tensor=2", "int64", "auto")]
 )
 def test_programs_that_only_move_data_on_four_processes(mesh: str, dtype: str, transport: str) -> None:
     """Every way to lay a value over the mesh, and exchanges in bodies: the same bits."""

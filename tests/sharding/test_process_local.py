@@ -47,3 +47,17 @@ def test_errors(parts, spec, message):
 def test_an_abstract_mesh_holds_nothing():
     with pytest.raises(ShardingError, match="it takes nothing"):
         ft.array_from_process_local([torch.ones(2)], ft.P("data"), ft.abstract_mesh({"data": 2}))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "found"),
+    [
+        (ft.make_mesh({"a": 2}, simulate=True), r"a=2 \(simulated\) has no DeviceMesh.*Start 2 processes with torchrun"),
+        (ft.abstract_mesh({"a": 2}), r"a=2 \(abstract\) has no DeviceMesh"),
+        (ft.make_mesh({"a": 1}), "has one rank, and no process group"),
+    ],
+    ids=["simulated", "abstract", "one rank"],
+)
+def test_only_processes_have_a_device_mesh(mesh: ft.Mesh, found: str) -> None:
+    with pytest.raises(ShardingError, match=found):
+        _ = mesh.device_mesh
