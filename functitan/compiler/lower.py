@@ -52,7 +52,7 @@ def lower(
     Raises:
         ShardingError: conflicts and layouts that the user must settle, all in one message.
     """
-    ctx = Context(mesh, rules, traced.fake_mode, traced.bodies, conflicts, reduce_dtype, passes.regather)
+    ctx = Context(mesh, rules, traced.fake_mode, traced.bodies, conflicts, reduce_dtype, passes.regathers)
     places = [n for n in traced.graph.nodes if n.op == "placeholder"]
     types = [_type(n) for n in places]
 
@@ -73,7 +73,8 @@ def lower(
             outs.append((Layout(layout.dims, storage=layout.storage), local))
         return outs
 
-    p, outs = _propagate(ctx, traced.graph, enter, leave, traced.name)
+    p, outs = _propagate(ctx, traced.graph, enter, leave, traced.name, passes.regathers("step"))
+    passes.check_regions(body.label for body in ctx.lowered.values())
     p.emitter.graph.output([n for _, n in outs])
     _prune(p.emitter.graph)
     result_by_result(p.emitter.graph)
@@ -99,7 +100,7 @@ def lower(
         name: tuple(dict.fromkeys(text for own, text in ctx.decided if own == name))
         for name in ("memory_budget", "regather")
     }
-    program.passes = (PassRecord("regather", passes.regather, counts, counts, said["regather"]),)
+    program.passes = (PassRecord("regather", bool(passes.regather), counts, counts, said["regather"]),)
     if said["memory_budget"]:
         program.passes = (PassRecord("memory_budget", True, counts, counts, said["memory_budget"]), *program.passes)
     return run_passes(program, passes)
@@ -166,7 +167,8 @@ def lower_joint(
             found.append((target, reduced_gradient(p, p.env[node], target, params[i])))
         return outs + found
 
-    p, results_local = _propagate(ctx, body.graph, enter, leave, body.name)
+    regather = ctx.regathers(body.name)
+    p, results_local = _propagate(ctx, body.graph, enter, leave, body.name, regather)
     outs, gradients = results_local[:n_outs], results_local[n_outs:]
     inputs: list[fx.Node] = local["inputs"]
     cotangents = [local["tangents"][k] for k in range(len(tangents))]
@@ -178,7 +180,7 @@ def lower_joint(
         [n for _, n in gradients],
         body.remat,
         body.n_carry,
-        keep_gathered=not ctx.regather,
+        keep_gathered=not regather,
     )
     if budget:
         ctx.decided.append(("memory_budget", f"{body.name}: {budget}"))
@@ -218,11 +220,13 @@ def _carry_exit(natural: Layout, entry: Layout, sizes: dict[str, int], read: boo
     return Layout(entry.dims, kept) if by_slices(natural.settled(), entry, sizes) else Layout(natural.dims)
 
 
-def _propagate(ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str) -> tuple[Propagator, Any]:
+def _propagate(
+    ctx: Context, graph: fx.Graph, enter: Any, leave: Any, name: str, regather: bool
+) -> tuple[Propagator, Any]:
     """Walk a graph until the places where pending sums are resolved stand still."""
     settle_at: dict[fx.Node, Layout] = {}
     while True:  # every round settles at least one more node
-        p = Propagator(ctx, settle_at)
+        p = Propagator(ctx, settle_at, regather)
         enter(p)
         p.run(graph)
         outs = leave(p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +33,8 @@ class Context:
         lowered: lowered bodies by traced key and input layouts.
         local: localized shard_map bodies by traced key and input layouts.
         decomposed: traced decompositions by node and key.
-        regather: gather stored parameters again in backward, instead of holding them since forward.
+        regathers: by the name of a region, whether backward gathers its stored parameters again, instead of holding them
+            since forward.
         choices: what was settled without being asked for: (line, sentence).
         decided: what was decided at splits: the pass or setting, and a sentence.
         seen_names: logical names that were asked for.
@@ -44,7 +46,7 @@ class Context:
     bodies: dict[str, Any]
     conflicts: str = "error"
     reduce_dtype: torch.dtype = torch.float32
-    regather: bool = True
+    regathers: Callable[[str], bool] = lambda name: True
     lowered: dict[Any, Any] = field(default_factory=dict)
     local: dict[Any, Any] = field(default_factory=dict)
     decomposed: dict[Any, Any] = field(default_factory=dict)
@@ -71,6 +73,7 @@ class Reader:
     Attributes:
         emitter: builds the local graph.
         env: global node -> Value, or a list of Values for an op with several outputs.
+        regather: whether backward gathers stored parameters again.
         problems: conflicts that the user must settle.
         refused: what cannot be lowered at all; conflicts beside it may only follow from it.
         choices: what was settled without being asked for: (line, sentence).
@@ -78,8 +81,9 @@ class Reader:
         values: all values, for the decision where pending sums are resolved.
     """
 
-    def __init__(self, ctx: Context, settle_at: dict[fx.Node, Layout]) -> None:
+    def __init__(self, ctx: Context, settle_at: dict[fx.Node, Layout], regather: bool) -> None:
         self.ctx = ctx
+        self.regather = regather
         self.sizes = {n: s for n, s in ctx.mesh.axes if s > 1}
         self.emitter = Emitter(self.sizes, ctx.mode)
         self.env = Env()
@@ -101,7 +105,7 @@ class Reader:
         layout = Layout(layout.dims, layout.pending)
         origin = self.emitter.origin
         # Backward gathers a stored parameter anew instead of holding the gathered one since forward, unless told to.
-        again = bool(v.layout is not None and v.layout.active and origin.backward and self.ctx.regather)
+        again = bool(v.layout is not None and v.layout.active and origin.backward and self.regather)
         if v.layout is not None and v.layout.pending:
             v.passed |= set(layout.pending) & set(v.layout.pending)
             if set(v.layout.pending) - set(layout.pending):

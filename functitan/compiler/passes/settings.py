@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from functitan.errors import ConfigError, raise_batch
+from functitan.errors import ConfigError, listed, raise_batch
 
 
 @dataclass(frozen=True)
@@ -13,7 +15,8 @@ class Passes:
 
     Attributes:
         regather: gather stored parameters again in backward; False keeps what forward gathered until then: one gather
-            less, and of all layers the whole parameters held.
+            less, and of all layers the whole parameters held. Or patterns of the names of regions and scans: those gather
+            again, the others keep. "step" is what is outside of them.
         common_subexpressions: compute equal values of a graph once, without holding anything longer for backward.
         bucket_bytes: the gathers of a body's parameters, and the reductions of their gradients, are sent as buffers of
             at most so many bytes (of the gathered side); 0 sends each by itself.
@@ -27,7 +30,7 @@ class Passes:
     (2, 0)
     """
 
-    regather: bool = True
+    regather: bool | tuple[str, ...] = True
     common_subexpressions: bool = True
     bucket_bytes: int = 1 << 28
     join_bytes: int = 1 << 16
@@ -35,6 +38,11 @@ class Passes:
 
     def __post_init__(self) -> None:
         problems = [f"{name}={value}: it counts {what} from 0 on." for name, value, what in self._counts() if value < 0]
+        if isinstance(self.regather, str):
+            problems.append(
+                f"regather={self.regather!r}: it takes true, false, or a tuple of patterns of regions; write "
+                f"({self.regather!r},)."
+            )
         raise_batch(ConfigError, problems, "the settings of the passes")
 
     def _counts(self) -> tuple[tuple[str, int, str], ...]:
@@ -43,6 +51,31 @@ class Passes:
             ("join_bytes", self.join_bytes, "bytes"),
             ("prefetch", self.prefetch, "steps"),
         )
+
+    def regathers(self, name: str) -> bool:
+        """Whether backward gathers the parameters of a region again.
+
+        >>> Passes(regather=("layer*",)).regathers("layer_norm"), Passes(regather=("layer*",)).regathers("head")
+        (True, False)
+        """
+        if isinstance(self.regather, bool):
+            return self.regather
+        return any(fnmatchcase(name, pattern) for pattern in self.regather)
+
+    def check_regions(self, names: Iterable[str]) -> None:
+        """Compare with the regions of a program.
+
+        Raises:
+            ConfigError: a pattern that names none of them.
+        """
+        known = sorted({*names, "step"})
+        patterns = () if isinstance(self.regather, bool) else self.regather
+        problems = [
+            f'regather names "{pattern}", which no region of the program is called; there are {listed(known)}.'
+            for pattern in patterns
+            if not any(fnmatchcase(name, pattern) for name in known)
+        ]
+        raise_batch(ConfigError, problems, "the settings of the passes")
 
     @staticmethod
     def off() -> Passes:

@@ -7,8 +7,10 @@ import torch
 
 import functitan as ft
 from functitan import tree
+from functitan.errors import ConfigError
+from functitan.recipes import load_recipe, override
 from tests.compiler.mlp import D, F, L, lowered
-from tests.compiler.placing import agree, on_meshes, randn, whole
+from tests.compiler.placing import RULES, agree, mesh_of, on_meshes, place, randn, whole
 
 OFF = ft.Passes.off()
 KEEP = replace(OFF, regather=False)
@@ -66,3 +68,49 @@ def test_equal_to_one_device_and_the_same_bits(axes):
     for other in results[1:]:
         for a, b in zip(tree.leaves(results[0]), tree.leaves(other), strict=True):
             assert torch.equal(whole(a), whole(b))
+
+
+PARTS = {"layers": randn(3, 8, 8, seed=5) / 3, "head": randn(8, 8, seed=6) / 3, "out": randn(8, 8, seed=7) / 3}
+PART_NAMES = {"layers": "param layers embed mlp", "head": "param embed mlp", "out": "param embed mlp"}
+
+
+def in_parts(w, x):
+    """A scan, a region, and what is outside of them, each with parameters of its own name."""
+    y, _ = ft.scan(lambda c, u: (torch.tanh(c @ u), None), x, w["layers"], name="layers")
+    y = ft.region(lambda y, u: torch.tanh(y @ u), name="head")(y, w["head"])
+    return torch.tanh(y @ w["out"]).square().sum()
+
+
+@pytest.mark.parametrize("again", [(), ("layers",), ("head", "step"), ("*s*",), ("layers", "head", "step")], ids=str)
+def test_some_regions_gather_again_and_the_others_keep(again):
+    """Two gathers of a parameter where its region is named, one elsewhere, and the same bits."""
+    mesh = mesh_of({"fsdp": 2})
+    args = place((PARTS, randn(4, 8, seed=8)), (PART_NAMES, "batch embed"), mesh)
+    f = ft.value_and_grad(in_parts)
+    compiled = ft.compile(f, mesh=mesh, rules=RULES, passes=replace(OFF, regather=again))
+    found = compiled.lower(*args).collectives().of(kind="all_gather")
+    counts = {name: sum(c.count for c in found if c.param.endswith(name)) for name in PARTS}
+    named = {"layers": {"layers", "*s*"}, "head": {"head"}, "out": {"step", "*s*"}}
+    times = {name: 1 + bool(named[name] & set(again)) for name in PARTS}
+    assert counts == {"layers": 3 * times["layers"], "head": times["head"], "out": times["out"]}
+    plain = ft.compile(f, mesh=mesh, rules=RULES, passes=OFF)(*args)
+    for a, b in zip(tree.leaves(plain), tree.leaves(compiled(*args)), strict=True):
+        assert torch.equal(whole(a), whole(b))
+
+
+def test_a_single_text_is_refused():
+    with pytest.raises(ConfigError, match=r"regather='layers': it takes true, false, or a tuple.*\('layers',\)"):
+        ft.Passes(regather="layers")
+
+
+def test_a_pattern_without_a_region_is_refused():
+    mesh = mesh_of({"fsdp": 2})
+    args = place((PARTS, randn(4, 8, seed=8)), (PART_NAMES, "batch embed"), mesh)
+    passes = ft.Passes(regather=("layer", "head", "x*"))
+    with pytest.raises(ConfigError, match=r'2 problems[\s\S]*"layer", which no region .* there are head, layers, step'):
+        ft.compile(ft.value_and_grad(in_parts), mesh=mesh, rules=RULES, passes=passes).lower(*args)
+
+
+@pytest.mark.parametrize(("text", "value"), [("false", False), ("on", True), ("layers,h*", ("layers", "h*"))])
+def test_a_recipe_sets_it(text, value):
+    assert override(load_recipe("llama3-debug"), [f"passes.regather={text}"]).passes.regather == value
