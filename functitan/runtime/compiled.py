@@ -20,6 +20,7 @@ from functitan.errors import ArgumentError, ShardingError, TraceError, raise_bat
 from functitan.runtime.arguments import constants, drained, memory, owned, paths, positional, signature_of, take
 from functitan.runtime.compilation import Compilation
 from functitan.runtime.eager import Eager
+from functitan.runtime.host_memory import keep_freed_memory
 from functitan.runtime.inductor import Inductor
 from functitan.runtime.lockstep import Lockstep
 from functitan.sharding import processes
@@ -197,6 +198,7 @@ class Compiled:
         """What runs a program here; nothing does on an abstract mesh."""
         if self._mesh.kind == "abstract":
             return None
+        keep_freed_memory()
         if self._mesh.kind == "process" or self._mesh.size == 1:
             return Inductor if self._backend == "inductor" else Eager
         return Lockstep
