@@ -17,7 +17,7 @@ from functitan.runtime.lockstep import Lockstep
 from functitan.sharding.array import abstract_array
 from functitan.sharding.logical import layout_of
 from tests.optim.owned import EXPERT_SPECS, EXPERTS, SHAPES, SPECS, TENSOR, lowered, owned, run_on, run_plain, trees
-from tests.optim.stacked import mesh_of
+from tests.optim.stacked import mesh_of, normal
 
 WORK = sum(newton_schulz_flops(s, 5) for s in SHAPES.values())
 ELEMENTS = sum(math.prod(s) for s in SHAPES.values())
@@ -59,9 +59,15 @@ def test_axes_that_split_copy_or_hold_layers(mesh, axes, specs):
     equal(run_on(rule, mesh_of(**mesh), specs), run_plain(rule))
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 2, "tensor": 2}, {"tensor": 4, "fsdp": 3}, {"fsdp": 4, "tensor": 2}], ids=str
+    "sizes,bucket_bytes",
+    [
+        ({"fsdp": 2, "tensor": 2}, 1),
+        ({"fsdp": 2, "tensor": 2}, 1 << 20),
+        ({"tensor": 4, "fsdp": 3}, 3000),
+        ({"fsdp": 4, "tensor": 2}, 3000),
+    ],
+    ids=str,
 )
 def test_groups_of_ranks_with_owners_of_their_own(sizes, bucket_bytes):
     """A group that has a large matrix besides its experts has other owners for them than its neighbour."""
@@ -101,6 +107,23 @@ def test_a_tree_without_a_matrix_has_an_empty_plan():
     program = ft.compile(rule.update, mesh=mesh).lower({}, state, {})
     assert not program.plans() and not program.collectives()
     assert rule.update({}, rule.init({}), {})[0] == {}
+
+
+@pytest.mark.parametrize("layout", ["owned", "stacked", "gathered"])
+def test_a_gradient_is_whole_before_it_is_orthogonalised(layout):
+    """Each rank has the addend of its share of the batch; orthogonalising addends would be another rule."""
+    axes = () if layout == "gathered" else ("fsdp",)
+    rule = optim.muon(0.02, layout=layout, axes=axes, ns_dtype=torch.float64)
+    x, y, w = normal((2, 8, 6), 0).double(), normal((2, 8, 4), 1).double(), normal((2, 6, 4), 2).double()
+
+    def step(x, y, state, params):
+        return rule.update({"w": x.mT @ y}, state, params)[0]["w"]
+
+    mesh, batch = mesh_of(fsdp=2), P(None, "fsdp", None)
+    params = {"w": ft.device_put(w, batch, mesh)}
+    state = ft.compile(rule.init, mesh=mesh)(params)
+    found = ft.compile(step, mesh=mesh)(ft.device_put(x, batch, mesh), ft.device_put(y, batch, mesh), state, params)
+    torch.testing.assert_close(found.full(), step(x, y, rule.init({"w": w}), {"w": w}), rtol=0, atol=1e-12)
 
 
 def test_padding_that_is_declared_stays_zero_and_keeps_the_bits():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 
 import torch
+from spmd_types.types import PartitionSpec as P
 
 import functitan as ft
 from functitan import optim, tree
@@ -33,9 +34,15 @@ def main(layout: str, fsdp: int, tensor: int, backend: str) -> None:
         specs = owned.TENSOR if tensor > 1 else owned.SPECS
         pairs = [(owned.run_on(rule, mesh, specs, backend=backend), owned.run_plain(rule))]
         if tensor > 1:
-            values = owned.trees(shapes=owned.EXPERTS)
-            found = owned.run_on(rule, mesh, owned.EXPERT_SPECS, values, backend)
-            pairs.append((found, owned.run_plain(rule, values)))
+            # Groups with owners of their own; ranks without a matrix; three rows of twelve that are padding.
+            few = {"a": P(("tensor", "fsdp"), None), "w": P(None, "tensor", "fsdp")}
+            cases = [(owned.EXPERTS, owned.EXPERT_SPECS), ({"a": (4, 8), "w": (1, 12, 20)}, few)]
+            for shapes, specs in cases:
+                values = owned.trees(shapes=shapes)
+                for t in values:
+                    if "w" in t:
+                        t["w"][:, 9:] = 0
+                pairs.append((owned.run_on(rule, mesh, specs, values, backend), owned.run_plain(rule, values)))
     for found, expected in pairs:
         for (path, a), b in zip(tree.flatten_with_paths(found)[0], tree.leaves(expected), strict=True):
             assert torch.equal(a, b), f"{path} differs by {(a.double() - b.double()).abs().max()}"
