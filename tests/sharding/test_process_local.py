@@ -52,7 +52,10 @@ def test_an_abstract_mesh_holds_nothing():
 @pytest.mark.parametrize(
     ("mesh", "found"),
     [
-        (ft.make_mesh({"a": 2}, simulate=True), r"a=2 \(simulated\) has no DeviceMesh.*Start 2 processes with torchrun"),
+        (
+            ft.make_mesh({"a": 2}, simulate=True),
+            r"a=2 \(simulated\) has no DeviceMesh.*Start 2 processes with torchrun",
+        ),
         (ft.abstract_mesh({"a": 2}), r"a=2 \(abstract\) has no DeviceMesh"),
         (ft.make_mesh({"a": 1}), "has one rank, and no process group"),
     ],
