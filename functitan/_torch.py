@@ -273,14 +273,12 @@ def kernels_built_together() -> Iterator[None]:
 
 
 def prepare_inductor() -> None:
-    """Import inductor, and have a thread do what it does once, outside of Python: hash torch's sources, try out the C++
-    compiler, and precompile its header."""
+    """Import inductor, and have a thread try out the C++ compiler and precompile its header, as inductor does once."""
     from torch._inductor import codecache
     from torch.utils._filelock import FileLock as FileLock  # not first imported by two threads at once
 
     def once() -> None:
         with contextlib.suppress(Exception):  # whoever compiles meets it again
-            codecache.torch_key()
             codecache.CppPythonBindingsCodeCache.load_pybinding([], 'extern "C" void kernel() {}')
 
     threading.Thread(target=once, name="functitan-inductor", daemon=True).start()
