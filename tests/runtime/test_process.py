@@ -28,7 +28,7 @@ def test_microbatches_on_two_processes(pending: list[str]) -> None:
     run_ranks(2, "tests.runtime.ranks_llama", "fsdp=2", "float32", "0", "2", *pending)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=4", "fsdp=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["fsdp=4", pytest.param("fsdp=2,tensor=2", marks=pytest.mark.slow)])
 def test_four_processes_equal_the_simulated_mesh_bit_for_bit(mesh: str) -> None:
     run_ranks(4, "tests.runtime.ranks_llama", mesh, "float32", "0", "1")
 
@@ -39,7 +39,11 @@ def test_four_processes_over_gloo_equal_the_simulated_mesh() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "dtype", "transport"), [("data=2,tensor=2", "float32", "gloo"), ("data=2,tensor=2", "int64", "auto")]
+    ("mesh", "dtype", "transport"),
+    [
+        ("data=2,tensor=2", "float32", "gloo"),
+        pytest.param("data=2,tensor=2", "int64", "auto", marks=pytest.mark.slow),
+    ],
 )
 def test_programs_that_only_move_data_on_four_processes(mesh: str, dtype: str, transport: str) -> None:
     """Every way to lay a value over the mesh, and exchanges in bodies: the same bits."""
