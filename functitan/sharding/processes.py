@@ -43,7 +43,9 @@ def start() -> None:
     if dist.is_initialized() or world() == 1:
         return
     if TRANSPORT not in ("auto", "gloo"):
-        raise ArgumentError(f'FUNCTITAN_TRANSPORT={TRANSPORT} is neither "auto" nor "gloo".')
+        raise ArgumentError(
+            f'FUNCTITAN_TRANSPORT={TRANSPORT} is neither "auto" nor "gloo". Set one of them, or leave it unset ("auto").'
+        )
     if torch.cuda.is_available():  # untested so far: no GPU has run this
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(

@@ -29,46 +29,31 @@ def _alike(call: Call, space: int, **more: Any) -> Equation:
     return Equation(rows[0], rows[1], **more)
 
 
-@rule(aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default)
-def average_2d(call: Call) -> Rule:
-    return _alike(call, 2, linear=_FIRST)
+def _space(call: Call) -> int:
+    """How many dims are positions, which an unbatched image does not tell: its ops are named by it."""
+    return 3 if "3d" in str(call.op) else 2
 
 
-@rule(aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default)
-def average_3d(call: Call) -> Rule:
-    return _alike(call, 3, linear=_FIRST)
+@rule(aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default, aten.avg_pool2d_backward.default,
+      aten._adaptive_avg_pool2d_backward.default, aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default,
+      aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d_backward.default)  # fmt: skip
+def average(call: Call) -> Rule:
+    """Backward's operands are the cotangent and the input, which lends its shape."""
+    return _alike(call, _space(call), linear=_FIRST)
 
 
-@rule(aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d_backward.default)
-def average_2d_backward(call: Call) -> Rule:
-    return _alike(call, 2, linear=_FIRST)
-
-
-@rule(aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d_backward.default)
-def average_3d_backward(call: Call) -> Rule:
-    return _alike(call, 3, linear=_FIRST)
-
-
-@rule(aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default)
-def maximum_2d(call: Call) -> Rule:
+@rule(aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default,
+      aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default)  # fmt: skip
+def maximum(call: Call) -> Rule:
     """Indices are positions in an image, and images are whole."""
-    return _alike(call, 2)
+    return _alike(call, _space(call))
 
 
-@rule(aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default)
-def maximum_3d(call: Call) -> Rule:
-    return _alike(call, 3)
-
-
-@rule(aten.max_pool2d_with_indices_backward.default, aten.adaptive_max_pool2d_backward.default)
-def maximum_2d_backward(call: Call) -> Rule:
+@rule(aten.max_pool2d_with_indices_backward.default, aten.adaptive_max_pool2d_backward.default,
+      aten.max_pool3d_with_indices_backward.default, aten.adaptive_max_pool3d_backward.default)  # fmt: skip
+def maximum_backward(call: Call) -> Rule:
     """Operands are the cotangent, the input and the indices."""
-    return _alike(call, 2, linear=_FIRST)
-
-
-@rule(aten.max_pool3d_with_indices_backward.default, aten.adaptive_max_pool3d_backward.default)
-def maximum_3d_backward(call: Call) -> Rule:
-    return _alike(call, 3, linear=_FIRST)
+    return _alike(call, _space(call), linear=_FIRST)
 
 
 @rule(aten.upsample_linear1d.default, aten._upsample_nearest_exact1d.default, aten.upsample_bilinear2d.default,
